@@ -179,6 +179,7 @@ _BY_VALUE = (
     'context_parallel_size',
     'fp8_recipe',
     'mtp_num_layers',
+    'position_embedding_type',
     FUSED_LOSS,
     UNTIED,
     *_WEIGHT_SHARDS,

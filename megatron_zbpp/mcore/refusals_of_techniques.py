@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from megatron_zbpp.mcore.refusal import (
@@ -51,6 +51,14 @@ WITH_SLICES = {
         'the capacity of experts would be that of a slice',
         'drop --moe-expert-capacity-factor',
     ),
+    'moe_expert_rank_capacity_factor': (
+        'the capacity of ranks of experts would be that of a slice',
+        'drop --moe-expert-rank-capacity-factor',
+    ),
+    'moe_enable_routing_replay': (
+        'what it records and replays is of whole microbatches',
+        'drop --moe-enable-routing-replay',
+    ),
 }
 # what needs the whole output layer, or its logits, on one rank
 _UNDIVIDED = 'or leave out --pipeline-vocab-parallel'
@@ -79,6 +87,7 @@ WITH_SHARDS = {
 FUSED_LOSS, UNTIED = 'cross_entropy_fusion_impl', 'untie_embeddings_and_output_weights'
 _EXPERT_RANKS, _BALANCING = 'expert_model_parallel_size', 'moe_router_load_balancing_type'
 _GLOBAL = 'global_aux_loss'
+_BY_TOKEN = {'none', 'aux_loss', 'seq_aux_loss'}  # whose routers look at one token at a time
 ACROSS_REPLICAS = {
     'overlap_grad_reduce': 'drop --overlap-grad-reduce',
     'overlap_param_gather': 'drop --overlap-param-gather',
@@ -170,6 +179,15 @@ def _with_slices(settings: Any) -> Iterator[Refusal]:
         reason = 'its ranks share out whole sequences'
         yield Refusal('context_parallel_size', ranks, reason, f'give 1, {_WHOLE}')
     yield from _sliced_layers(settings)
+    balancing = getattr(settings, _BALANCING, None)
+    if not_by_token(balancing):
+        reason = 'it looks at all tokens of a microbatch, or of several'
+        cure = f'{ACROSS_REPLICAS[_BALANCING]}, {_WHOLE}'
+        yield Refusal(_BALANCING, balancing, reason, cure)
+    if (positions := getattr(settings, 'position_embedding_type', None)) == 'mrope':
+        reason = 'its positions have an axis before that of sequences, which slices do not cut'
+        cure = f'give --position-embedding-type rope, {_WHOLE}'
+        yield Refusal('position_embedding_type', positions, reason, cure)
     if graphs := captured(settings):
         reason = 'a captured forward has one slice'
         yield Refusal('cuda_graph_impl', graphs, reason, f'give --cuda-graph-impl none, {_WHOLE}')
@@ -178,6 +196,12 @@ def _with_slices(settings: Any) -> Iterator[Refusal]:
         reason = 'each slice would enter its largest values as those of a microbatch'
         yield Refusal('fp8_recipe', recipe, reason, f'give --fp8-recipe {RECIPES[0]}, {_WHOLE}')
     yield from _sliced_attention(settings)
+
+
+def not_by_token(balancing: str | Sequence[str] | None) -> str:
+    """Return load-balancing types that are not known to route token by token; empty: all are."""
+    types = [balancing] if isinstance(balancing, str) else balancing or ()
+    return ', '.join(each for each in types if each not in _BY_TOKEN)
 
 
 def _sliced_layers(settings: Any) -> Iterator[Refusal]:

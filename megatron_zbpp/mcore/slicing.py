@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,11 @@ class Slice(NamedTuple):
     @property
     def is_last(self) -> bool:
         return self.end == self.total
+
+    @property
+    def share(self) -> float:
+        """Its part of the tokens."""
+        return (self.end - self.start) / self.total
 
 
 @dataclass(eq=False)
@@ -85,27 +90,41 @@ class Kept:
 
     def __init__(self) -> None:
         self.storages: set[int] = set()
+        self.visited: set[torch.nn.Module] = set()  # in the pass that runs
         self._rows: dict[int, dict[torch.nn.Module, tuple[Rows, Rows]]] = {}
 
     def extended(
         self, layer: torch.nn.Module, part: Slice, *own: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return keys and values of the sequence up to the end of a slice.
+        """Return keys and values of a layer up to the end of a slice: views of one buffer for all.
 
-        Args:
-            layer: whose they are.
-            part: the slice.
-            own: keys and values of its tokens, (slice, micro batch, heads, width of a head).
-
-        Returns:
-            Views of one buffer for all slices: (tokens up to its end, micro batch, heads, width).
+        `own` are those of the slice, (its tokens, micro batch, heads, width of a head).
         """
+        if own[0].size(0) != part.end - part.start:
+            raise NotImplementedError(
+                f'slices of sequences: a {type(layer).__name__} gets {own[0].size(0)} tokens where '
+                f'slices have {part.end - part.start}: a forward that replaces that of GPTModel '
+                'after megatron_zbpp.enable() does not cut its inputs, nor does another kind of '
+                'model: replace it before, or take a schedule of whole sequences'
+            )
+        self.visit(layer)
         pair = self._rows.setdefault(part.microbatch, {}).setdefault(layer, (Rows(), Rows()))
         extended = tuple(
             _Extended.apply(mine, rows, part) for mine, rows in zip(own, pair, strict=True)
         )
         self.storages.update(each.untyped_storage()._cdata for each in extended)
         return extended
+
+    def visit(self, module: torch.nn.Module) -> None:
+        """Note that a module runs in this pass; raise NotImplementedError if it has already."""
+        if module in self.visited:
+            raise NotImplementedError(
+                f'slices of sequences: a {type(module).__name__} runs twice in a pass, where keys '
+                'and values of one run would be taken for those of the other: let each module '
+                'run once (no layer that is shared or looped), or take a schedule of whole '
+                'sequences'
+            )
+        self.visited.add(module)
 
     def drop(self, microbatch: int) -> None:
         """Forget a microbatch, whose last pass has run."""
@@ -122,18 +141,25 @@ class Running:
     Attributes:
         part: the slice that runs; None: whole sequences do.
         kept: of its stage.
-        given: arguments with which the model was called, by name, of the whole sequence.
+        model: the chunk of that stage, unwrapped; other models run whole.
+        additive: code of the loss functions that have been shown to be sums over tokens.
     """
 
     part: Slice | None = None
     kept: Kept | None = None
-    given: dict[str, Any] | None = None
+    model: torch.nn.Module | None = None
+    additive: set[object] = field(default_factory=set)
 
     @contextlib.contextmanager
-    def slice(self, part: Slice, kept: Kept) -> Iterator[None]:
-        """Say within that a slice runs."""
-        self.part, self.kept, self.given = part, kept, None
+    def slice(
+        self, part: Slice | None, kept: Kept | None, model: torch.nn.Module | None
+    ) -> Iterator[None]:
+        """Say within that a slice runs, or a whole sequence."""
+        before = self.part, self.kept, self.model
+        if kept is not None:
+            kept.visited.clear()
+        self.part, self.kept, self.model = part, kept, model
         try:
             yield
         finally:
-            self.part = self.kept = self.given = None
+            self.part, self.kept, self.model = before

@@ -91,7 +91,7 @@ def test_beside_other_parallelism(ranks, data, method, setting):
 
 
 @pytest.mark.parametrize(
-    'kind', ['unbalanced experts', 'experts by sinkhorn', 'experts by sequence']
+    'kind', ['unbalanced experts', 'experts by sinkhorn', 'z-loss, experts by sequence']
 )
 def test_routers_that_keep_no_counts(ranks, data, kind):
     """All that are not refused; what they log is that of the batch, to the bit."""

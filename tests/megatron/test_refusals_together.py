@@ -23,6 +23,27 @@ def test_refused_with_slices(setting):
     assert found.setting == setting and found.cure.endswith('a schedule of whole sequences')
 
 
+@pytest.mark.parametrize(
+    ('setting', 'values', 'cured'),
+    [
+        (
+            'moe_router_load_balancing_type',
+            ['sinkhorn', 'quantile_balancing', 'a new one', ['aux_loss', 'global_aux_loss']],
+            ['none', 'aux_loss', ['seq_aux_loss', 'aux_loss']],
+        ),
+        ('position_embedding_type', ['mrope'], ['rope', 'yarn']),
+    ],
+)
+def test_values_refused_with_slices(setting, values, cured):
+    """Balancing by other tokens is refused, whatever its name is."""
+    how = {'placement': Placement.loop(2), 'techniques': {'sliced'}}
+    for value in values:
+        (found,) = refusals.refused(SimpleNamespace(**{setting: value}), **how)
+        assert found.setting == setting and found.cure.endswith('a schedule of whole sequences')
+    for value in cured:
+        assert not [*refusals.refused(SimpleNamespace(**{setting: value}), **how)]
+
+
 SHARDED = [*OF_SHARDS, 'variable_seq_lengths', 'logits_load_dir', 'mtp_num_layers']
 SHARDED += ['export_kd_teacher_load']
 GIVEN = {

@@ -43,10 +43,12 @@ def in_turn(job, argv):
 
 def _one_by_one(running):
     from megatron.core.distributed import finalize_model_grads
+    from megatron.core.utils import unwrap_model
 
     from megatron_zbpp.mcore.iteration.arguments import Arguments
     from megatron_zbpp.mcore.iteration.sliced import SlicedStage
     from megatron_zbpp.mcore.iteration.stages import Call
+    from megatron_zbpp.mcore.patches import slices
     from megatron_zbpp.runtime.weight_grads import WeightGradStore
     from megatron_zbpp.techniques.slices.sizes import cuts_of
 
@@ -55,6 +57,7 @@ def _one_by_one(running):
         call = Call(arguments, WeightGradStore(), 1, torch.device('cpu'))
         (model,), (data,) = arguments.models, arguments.iterators
         cuts = cuts_of(SLICES, arguments.seq_length)
+        slices.require(unwrap_model(model))
         stage = SlicedStage(cuts, running, call, model, data, None, True)
         for microbatch in range(arguments.num_microbatches):
             parts = [Pass(F, 0, microbatch, part) for part in range(SLICES)]
@@ -63,7 +66,8 @@ def _one_by_one(running):
                 last = microbatch == arguments.num_microbatches - 1 and p.slice == 0
                 with stage.grad_sync(last):
                     stage.backward(p._replace(kind=B), None, outputs[p.slice], None)
-        finalize_model_grads([model])
+        by_token = stage.config.calculate_per_token_loss
+        finalize_model_grads([model], call.num_tokens if by_token else None)
         return call.results
 
     return forward_backward
@@ -249,82 +253,6 @@ def test_nvidias_loop(ranks, stock, first, schedule, slices):
         assert others == rest
 
 
-def first_call():
-    """Runs on a rank: what is said of models that cannot run slice by slice, and of the cures."""
-    from types import SimpleNamespace
-
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.enums import AttnMaskType
-
-    from megatron_zbpp.mcore.iteration.sliced import require
-    from megatron_zbpp.mcore.patches.slices import _cutting
-    from megatron_zbpp.mcore.slicing import Kept, Running, Slice
-
-    class Own(DotProductAttention):
-        def forward(self, *args, **kwargs):
-            return None
-
-    class MambaMixer(torch.nn.Module):
-        pass
-
-    def empty(of):
-        made = of.__new__(of)
-        torch.nn.Module.__init__(made)
-        return made
-
-    def with_layer(of=GPTModel, layer=torch.nn.Module, attention=DotProductAttention, **more):
-        model = empty(of)
-        model.layer = layer()
-        model.layer.core_attention = empty(attention)
-        vars(model.layer).update(more)
-        return model
-
-    def told(function, *args, **kwargs):
-        try:
-            return function(*args, **kwargs)
-        except NotImplementedError as error:
-            return str(error)
-
-    def required(collects=False, **model):
-        asked = SimpleNamespace(collect_non_loss_data=collects)
-        return told(require, [with_layer(**model)], asked)
-
-    running = Running()
-    cut = _cutting(running, lambda self, input_ids=None, packed_seq_params=None: input_ids)
-
-    def called(params=None, layer=torch.nn.Module, kind=AttnMaskType.causal):
-        model = with_layer(layer=layer, attn_mask_type=kind)
-        with running.slice(Slice(0, 2, 4, 8), Kept()):
-            found = told(cut, model, torch.arange(8)[None], packed_seq_params=params)
-        return found if isinstance(found, str) else found.tolist()
-
-    return (
-        required(),
-        required(collects=True),
-        required(of=torch.nn.Module),
-        required(attention=Own),
-        [called(), called(kind=AttnMaskType.arbitrary)],
-        called(object()),
-        called(layer=MambaMixer),
-        called(kind=AttnMaskType.no_mask),
-    )
-
-
-def test_refused_at_the_first_call(ranks):
-    (found,) = ranks(1).run(first_call)
-    good, data, model, attention, cut, packed, state, mask = found
-    assert good is None and cut == [[[2, 3]]] * 2
-    assert data.startswith('collect_non_loss_data: ')
-    assert 'inputs of a Module cannot be cut' in model
-    assert 'Own is not known to attend to the slices before' in attention
-    assert packed.startswith('packed_seq_params: ')
-    assert 'MambaMixer needs its state behind the slices before' in state
-    assert mask.startswith('attn_mask_type=no_mask: ')
-    for each in (data, model, attention, packed, state, mask):
-        assert 'a schedule of whole sequences' in each
-
-
 def test_evaluation(ranks, data, tmp_path):
     """Validation losses are those of whole sequences, and evaluating leaves training alone."""
     common = ['--num-layers', 4, '--pipeline-model-parallel-size', 2, '--clip-grad', 1e9]
@@ -342,20 +270,20 @@ def test_evaluation(ranks, data, tmp_path):
 
 
 def scales():
-    """Runs on a rank: the scale of auxiliary losses within a slice, and behind it."""
+    """Runs on a rank: the scale of auxiliary losses within a slice, and behind it; by token."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     from megatron_zbpp.mcore.iteration.sliced import _of_slice
     from megatron_zbpp.mcore.slicing import Slice
 
     found = []
-    for scale in (None, torch.tensor(8.0)):
+    for scale, by_token in ((None, False), (torch.tensor(8.0), False), (torch.tensor(8.0), True)):
         with mock.patch.object(MoEAuxLossAutoScaler, 'main_loss_backward_scale', scale):
-            with _of_slice(Slice(0, 2, 4, 8)):
+            with _of_slice(Slice(0, 2, 4, 8), by_token):
                 found.append(MoEAuxLossAutoScaler.main_loss_backward_scale)
             found.append(MoEAuxLossAutoScaler.main_loss_backward_scale)
     return found
 
 
 def test_auxiliary_losses_weigh_what_their_slice_has(ranks):
-    assert ranks(1).run(scales) == [[None, None, 2.0, 8.0]]
+    assert ranks(1).run(scales) == [[None, None, 2.0, 8.0, 8.0, 8.0]]

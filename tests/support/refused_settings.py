@@ -15,6 +15,7 @@ OF_SOME = {
     '--overlap-dispatch-backward-with-experts-wgrad': 'from 0.18',
     'logits_load_dir': 'from 0.19',
     'moe_paged_stash': 'from 0.19',
+    'moe_expert_rank_capacity_factor': 'from 0.19',
     '--moe-paged-stash': 'from 0.19',
     'use_transformer_engine_op_fuser': 'from 0.17',
     '--use-transformer-engine-op-fuser': 'from 0.17',
@@ -55,13 +56,14 @@ VALUES = {
 HYBRID = [s for s in refusals.settings() if s.startswith('hybrid_') and 'context' not in s]
 # but for what is refused with others, or by some releases, only
 OF_SLICES = ['variable_seq_lengths', 'experimental_attention_variant', 'logits_load_dir']
-OF_SLICES += ['moe_expert_capacity_factor']
+OF_SLICES += ['moe_expert_capacity_factor', 'moe_expert_rank_capacity_factor']
+OF_SLICES += ['moe_enable_routing_replay']
 OF_REPLICAS = ['overlap_grad_reduce', 'overlap_param_gather', 'expert_model_parallel_size']
 OF_REPLICAS += ['moe_router_load_balancing_type']
 OTHERS = ['fp8_recipe', 'mtp_num_layers', 'sft', 'reset_attention_mask', *HYBRID, *OF_SLICES]
 OF_SHARDS = ['use_mup', 'defer_embedding_wgrad_compute', 'init_model_with_meta_device']
 OTHERS += [*OF_REPLICAS, *OF_SHARDS, 'cross_entropy_fusion_impl']
-OTHERS += ['untie_embeddings_and_output_weights']
+OTHERS += ['untie_embeddings_and_output_weights', 'position_embedding_type']
 WITHOUT_TE = [s for s in refusals.settings() if s not in OTHERS]
 CASES = [(setting, value) for setting in WITHOUT_TE for value in VALUES.get(setting, [1])]
 

@@ -28,6 +28,7 @@ def require_all_layers(
     placement: Placement,
     pp_group: dist.ProcessGroup,
     collective: Callable[[str], AbstractContextManager],
+    require: Callable[[torch.nn.Module], None] | None = None,
 ) -> None:
     """Return if no class has ignored where the schedule has its stages: a collective.
 
@@ -43,22 +44,24 @@ def require_all_layers(
         placement: of the stages.
         pp_group: its ranks.
         collective: around what waits for other ranks.
+        require: raises for a chunk that a technique cannot train.
 
     Raises:
         ValueError: on all ranks, if a layer is missing, there twice or in another stage.
+        NotImplementedError: on all ranks, what `require` raised on one.
     """
     held = placement.stages(pp_group.rank())
     own = {
-        stage: (numbered_layers(model), _planned(model, placement, stage), _cut(model))
+        stage: (numbered_layers(model), _planned(model, placement, stage), _error(model, require))
         for stage, model in zip(held, models, strict=True)
     }
     with collective('comparison of the layers that were built'):
         by_rank: list[Any] = [None] * placement.num_ranks
         dist.all_gather_object(by_rank, own, group=pp_group)
     by_stage = dict(sorted(pair for stages in by_rank for pair in stages.items()))
-    for _, _, problem in by_stage.values():
-        if problem is not None:
-            raise ValueError(problem)
+    for _, _, error in by_stage.values():
+        if error is not None:
+            raise error
     stacks = {stack for layers, _, _ in by_stage.values() for stack in layers}
     for stack in sorted(stacks):
         found = [layers.get(stack, []) for layers, _, _ in by_stage.values()]
@@ -70,11 +73,7 @@ def require_all_layers(
 
 
 def _require_layout(stack: str, found: list[list[int | None]], planned: list[range | None]) -> None:
-    """Return if stages have as many layers as their layout says, or of those only.
-
-    Raises:
-        ValueError: a class has ignored the layout.
-    """
+    """Raise ValueError unless stages have as many layers as their layout, or of those only."""
     pairs = [(own, numbers) for own, numbers in zip(found, planned, strict=True) if numbers]
     counts = all(len(own) == len(numbers) for own, numbers in pairs)
     if counts or all({*own} - {None} <= {*numbers} for own, numbers in pairs):
@@ -87,11 +86,7 @@ def _require_layout(stack: str, found: list[list[int | None]], planned: list[ran
 
 
 def _require_model_order(stack: str, found: list[list[int | None]], placement: Placement) -> None:
-    """Return if the stages, in model order, have the layers 1 to n.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Raise ValueError unless the stages, in model order, have the layers 1 to n."""
     once, ranks = list(map(_once, found)), placement.only_route
     for built in (once, list(map(_in_place, found))):
         flat = [number for numbers in built for number in numbers]
@@ -128,11 +123,19 @@ def _planned(model: torch.nn.Module, placement: Placement, stage: int) -> range 
     return range(before + 1, before + 1 + plan.num_layers[stage])
 
 
-def _cut(model: torch.nn.Module) -> str | None:
-    """Return why a part that one rank has for itself, as an encoder of images, lacks layers.
+def _error(
+    model: torch.nn.Module, require: Callable[[torch.nn.Module], None] | None
+) -> Exception | None:
+    """Return what `require` raises for a chunk, or what is wrong with a part that one rank has.
 
-    Its config may be a copy of the pipeline's model's, with that one's layout.
+    The config of an encoder of images, say, may be a copy of the model's, with that one's layout,
+    by which layers were left out.
     """
+    try:
+        if require is not None:
+            require(model)
+    except NotImplementedError as error:
+        return NotImplementedError(str(error))  # to be sent, without its traceback
     for name, module in model.named_modules():
         config: Any = getattr(module, 'config', None)
         divided = getattr(config, 'pipeline_model_parallel_layout', None) is not None
@@ -141,7 +144,7 @@ def _cut(model: torch.nn.Module) -> str | None:
             and isinstance(module, TransformerBlock)
             and config.pipeline_model_parallel_size == 1
         ):
-            return (
+            return ValueError(
                 f'{name} is whole, but its config has pipeline_model_parallel_layout, by which '
                 f'Megatron built {len(module.layers)} of its {config.num_layers} layers: give a '
                 'number of layers that divides among the ranks, or '

@@ -72,8 +72,10 @@ def prepare(
     _require_built(models, held, rank, one)
     if models[0] not in session.compared:
         session.compared.add(models[0])
-        collective = session.watchdog.collective
-        require_all_layers(unwrap_model(models), one, groups.pp, collective)
+        collective, require = session.watchdog.collective, None
+        if session.programs.num_slices > 1:
+            from megatron_zbpp.mcore.patches.slices import require
+        require_all_layers(unwrap_model(models), one, groups.pp, collective, require)
     make = _maker(session, next_iteration, arguments, lowered, cuts, rank)
     tables, count = lowered.tables(rank, ranks_ahead)
     if endless is not None and lowered.calls is not None:
@@ -135,11 +137,7 @@ def _maker(
     cuts: Sequence[int],
     rank: int,
 ) -> Callable[..., ModelStage]:
-    """Return what makes a stage, by what its passes do beside Megatron's own.
-
-    Raises:
-        NotImplementedError: the model or the call cannot.
-    """
+    """Return what makes a stage, by what its passes do beside Megatron's own."""
     models, programs = arguments.models, session.programs
     if programs.shards_vocabulary:
         from megatron_zbpp.mcore.iteration import embedding, vocabulary
@@ -148,8 +146,7 @@ def _maker(
     if len(cuts) > 2:
         from megatron_zbpp.mcore.iteration import sliced
 
-        new = models if models[0] not in session.compared else []
-        sliced.require(unwrap_model(new), arguments)
+        sliced.require(arguments)
         stage = sliced.SlicedStage
         if programs.shards_vocabulary:
             from megatron_zbpp.mcore.iteration import sliced_vocabulary
@@ -269,15 +266,7 @@ def _messages(
     device: torch.device,
     length: int,
 ) -> tuple[Message, ...]:
-    """Return what neighbours exchange; as Megatron has it, all shapes vary where some may.
-
-    Args:
-        arguments: of the call.
-        config: of the model.
-        groups: of its ranks.
-        device: of this rank.
-        length: tokens of a sequence, or of a slice of it.
-    """
+    """Return messages of `length` tokens; as Megatron has it, all shapes vary where some may."""
     if config.variable_seq_lengths or getattr(config, 'mtp_standalone', False):
         return (Message(None, config.pipeline_dtype, device),)
     # Megatron's function for several chunks takes no notice of the decoder's

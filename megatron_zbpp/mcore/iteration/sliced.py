@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.utils import unwrap_model
 
 from megatron_zbpp.ir import F, Pass
+from megatron_zbpp.mcore import compat, left_behind
 from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.iteration.stages import ModelStage
-from megatron_zbpp.mcore.patches.slices import attends_in_slices, is_cut
 from megatron_zbpp.mcore.slicing import Kept, Running, Slice
 from megatron_zbpp.runtime.stage import MaybeTensor
 
+_WHOLE = 'take a schedule of whole sequences'
 _NO_CACHE = 'disable_parameter_transpose_cache'
 _known: WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]] = WeakKeyDictionary()
 
@@ -44,9 +48,10 @@ class SlicedStage(ModelStage):
         super().__init__(*of_stage)
         self._cuts, self._running, self._kept = cuts, running, Kept()
         self.shared = self._kept.storages
-        # by microbatch: arguments of the model and the loss function; losses of tokens so far
-        self._called: dict[int, tuple[dict[str, Any], Any]] = {}
+        # by microbatch: a call of the model, and the loss function; losses of tokens so far
+        self._called: dict[int, tuple[Callable[[], Any], Any]] = {}
         self._losses: dict[int, list[torch.Tensor]] = {}
+        self._inner: Any = unwrap_model(self.model)
 
     def _by_megatron(
         self, p: Pass, received: MaybeTensor, data: Iterator | None, results: list[Any]
@@ -58,8 +63,11 @@ class SlicedStage(ModelStage):
             return output, num_tokens * 0
         if self._is_last:
             _, loss_func = self._called[p.microbatch]
+            losses = torch.cat(self._losses.pop(p.microbatch), 1)
+            if not self.call.arguments.forward_only:
+                self._require_sum(losses, loss_func)
             with torch.no_grad():
-                results.append(loss_func(torch.cat(self._losses.pop(p.microbatch), 1))[-1])
+                results.append(loss_func(losses)[-1])
         if self.call.arguments.forward_only:
             self._drop(p.microbatch)
         return output, num_tokens
@@ -71,15 +79,12 @@ class SlicedStage(ModelStage):
 
     @contextmanager
     def _runs(self, part: Slice) -> Iterator[None]:
-        """Run a slice within, without what Transformer Engine does for the first microbatch.
-
-        Its backward would begin `main_grad` anew, behind those of the slices that follow it.
-        """
+        """Run a slice; Transformer Engine must not begin `main_grad` anew in its backward."""
         modules = _caching_modules(self.model)
         for module in modules:
             vars(module)[_NO_CACHE] = True  # Module's own setattr takes 20 times as long
         try:
-            with self._running.slice(part, self._kept):
+            with self._running.slice(part, self._kept, self._inner), self._logged(part):
                 yield
         finally:
             for module in modules:
@@ -94,79 +99,151 @@ class SlicedStage(ModelStage):
 
         def step(data: Iterator | None, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             if part.is_first:
-                output, loss_func = self.call.arguments.forward_step_func(data, model)
-                assert self._running.given is not None, 'the model was called'
-                self._called[part.microbatch] = self._running.given, loss_func
+                output, call, loss_func = self._first(data, model)
+                self._called[part.microbatch] = call, loss_func
             else:
-                given, loss_func = self._called[part.microbatch]
-                output = model(**given)
+                call, loss_func = self._called[part.microbatch]
+                output = call()
             return output, self._of_whole(p, part, loss_func) if self._is_last else loss_func
 
         return step
 
-    def _of_whole(self, p: Pass, part: Slice, loss_func: Any) -> Any:
-        """Return a loss function of a slice's tokens, by the program's own of whole sequences.
+    def _first(self, data: Iterator | None, model: torch.nn.Module) -> tuple[Any, Callable, Any]:
+        """Return what forward_step gives: output, what calls the model so again, loss function."""
+        calls: list[Callable] = []
+        made: list[tuple[Any, int]] = []
+        handles = (
+            model.register_forward_pre_hook(
+                lambda _, args, kwargs: calls.append(functools.partial(model, *args, **kwargs)),
+                prepend=True,
+                with_kwargs=True,
+            ),
+            model.register_forward_hook(lambda _, args, got: made.append((got, _version(got)))),
+        )
+        try:
+            output, loss_func = self.call.arguments.forward_step_func(data, model)
+        finally:
+            for handle in handles:
+                handle.remove()
+        if not made or output is not made[-1][0] or _version(output) != made[-1][1]:
+            raise NotImplementedError(
+                'slices of sequences: forward_step is called for the first one alone, so that what '
+                'it does with the output is not done for the others: let forward_step call the '
+                'model that it is given and return what that gives, unchanged (the loss function '
+                f'may change it), or {_WHOLE}'
+            )
+        return output, calls[-1], loss_func
 
-        To that, tokens of other slices have a loss of 0: so it divides by what it would divide by.
-        """
+    def _of_whole(self, p: Pass, part: Slice, loss_func: Any) -> Any:
+        """Return the program's loss function, to which tokens of other slices have a loss of 0."""
 
         def of_slice(losses: torch.Tensor) -> Any:
             if p.kind == F:
                 self._losses.setdefault(part.microbatch, []).append(losses.detach())
-            missing = (part.start, part.total - part.end)
-            return loss_func(torch.nn.functional.pad(losses, missing))
+            return loss_func(_padded(losses, part))
 
         return of_slice
+
+    def _require_sum(self, losses: torch.Tensor, loss_func: Any) -> None:
+        """Raise unless each token has the gradient by its slice that it has by the whole sequence.
+
+        Looked at once for each function; again where nothing has counted, as all was masked.
+        """
+        function = getattr(loss_func, 'func', loss_func)
+        code = getattr(function, '__code__', type(function))
+        if code in self._running.additive:
+            return
+        total = self._cuts[-1]
+        spans = [(0, total), *itertools.pairwise(self._cuts)]
+        with torch.enable_grad(), compat.another_rerun_machine():
+            (whole, counts), *parts = [
+                _gradient(losses, loss_func, Slice(0, start, end, total)) for start, end in spans
+            ]
+            with left_behind.put_back():
+                depends = loss_func(losses)[0].requires_grad
+        slices = torch.cat([gradient for gradient, _ in parts], 1)
+        rounding = 16 * torch.finfo(whole.dtype).eps * whole.abs().max().item()
+        alike = torch.allclose(slices, whole, rtol=0, atol=rounding, equal_nan=True)
+        if depends or not alike or any(count != counts for _, count in parts):
+            raise NotImplementedError(
+                'slices of sequences: the loss function is no sum over tokens: gradients or counts '
+                'of a slice are not those of its tokens in the whole sequence, or it has a term '
+                'that trains by itself: let it weigh losses of tokens by what does not depend on '
+                f'other tokens, or {_WHOLE}'
+            )
+        if whole.any():
+            self._running.additive.add(code)
+
+    @contextmanager
+    def _logged(self, part: Slice) -> Iterator[None]:
+        """Weigh losses of routers in the log, which are means of a slice's tokens, by its share."""
+        entries = compat.logged_losses() if getattr(self.config, 'num_moe_experts', None) else {}
+        before = {name: compat.logged_values(entry).clone() for name, entry in entries.items()}
+        for entry in entries.values():
+            compat.logged_values(entry).zero_()
+        try:
+            yield
+        finally:
+            for name, entry in entries.items():
+                values = compat.logged_values(entry).mul_(part.share)
+                if name in before:
+                    values.add_(before[name])
 
     def backward(
         self, p: Pass, received: MaybeTensor, output: torch.Tensor, gradient: MaybeTensor
     ) -> MaybeTensor:
         part = self._part(p)
-        with self._runs(part), _of_slice(part):
+        with self._runs(part), _of_slice(part, self.config.calculate_per_token_loss):
             made = super().backward(p, received, output, gradient)
         if part.is_first:
             self._drop(p.microbatch)
         return made
 
 
+def _version(output: Any) -> int:
+    """Return torch's count of writes to an output; 0 where it keeps none."""
+    counted = isinstance(output, torch.Tensor) and not output.is_inference()
+    return output._version if counted else 0
+
+
+def _padded(losses: torch.Tensor, part: Slice) -> torch.Tensor:
+    """Return outputs of a slice, (micro batch, tokens, ...), with zeros for the other tokens."""
+    if losses.dim() < 2 or losses.size(1) != part.end - part.start:
+        raise NotImplementedError(
+            f'slices of sequences: the model gives a tensor of shape {tuple(losses.shape)} for '
+            f'{part.end - part.start} tokens, which are to be its axis 1: let it give losses or '
+            f'logits, (micro batch, tokens, ...), or {_WHOLE}'
+        )
+    missing = (part.start, part.total - part.end)
+    return torch.nn.functional.pad(losses, (0, 0) * (losses.dim() - 2) + missing)
+
+
+def _gradient(losses: torch.Tensor, loss_func: Any, part: Slice) -> tuple[torch.Tensor, list]:
+    """Return the gradient of the losses of a slice, and what is counted of it."""
+    own = losses[:, part.start : part.end].clone().requires_grad_()
+    with left_behind.put_back():
+        loss, *counts, _ = loss_func(_padded(own, part))
+    if not loss.requires_grad:
+        return torch.zeros_like(own), list(map(int, counts))
+    (gradient,) = torch.autograd.grad(loss, own, allow_unused=True, materialize_grads=True)
+    return gradient, list(map(int, counts))
+
+
 @contextmanager
-def _of_slice(part: Slice) -> Iterator[None]:
-    """Weigh auxiliary losses of experts, which are means of a slice's tokens, by its share."""
+def _of_slice(part: Slice, by_token: bool) -> Iterator[None]:
+    """Weigh losses of experts, means of tokens, by a slice's share; Megatron does `by_token`."""
     whole = MoEAuxLossAutoScaler.main_loss_backward_scale
-    if whole is not None:
-        share = (part.end - part.start) / part.total
-        MoEAuxLossAutoScaler.main_loss_backward_scale = whole * share
+    if whole is not None and not by_token:
+        MoEAuxLossAutoScaler.main_loss_backward_scale = whole * part.share
     try:
         yield
     finally:
         MoEAuxLossAutoScaler.main_loss_backward_scale = whole
 
 
-def require(models: Iterable[torch.nn.Module], arguments: Arguments) -> None:
-    """Raise for what cannot run slice by slice.
-
-    Args:
-        models: chunks of this rank that have not been looked at, unwrapped.
-        arguments: of the call.
-
-    Raises:
-        NotImplementedError: names what, and the cure.
-    """
-    cure = 'take a schedule of whole sequences'
+def require(arguments: Arguments) -> None:
+    """Raise NotImplementedError for a call that cannot run slice by slice."""
     if arguments.collect_non_loss_data:
         raise NotImplementedError(
-            f'collect_non_loss_data: a slice has no such data of its own: {cure} for it'
+            f'collect_non_loss_data: a slice has no such data of its own: {_WHOLE} for it'
         )
-    for model in models:
-        if not is_cut(model):
-            raise NotImplementedError(
-                f'slices of sequences: inputs of a {type(model).__name__} cannot be cut, as those '
-                f'of a GPTModel can: {cure}'
-            )
-        for layer in model.modules():
-            attention = getattr(layer, 'core_attention', None)
-            if attention is not None and not attends_in_slices(attention):
-                raise NotImplementedError(
-                    f'slices of sequences: {type(attention).__name__} is not known to attend to '
-                    f'the slices before: {cure}'
-                )

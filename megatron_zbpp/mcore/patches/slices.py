@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.patches.registry import Patch
+from megatron_zbpp.mcore.refusals_of_techniques import not_by_token
 from megatron_zbpp.mcore.slicing import Running, Slice
 
 _GPT = 'megatron.core.models.gpt.gpt_model:GPTModel'
@@ -30,9 +30,15 @@ _ROTARY = (
 _LOCAL = 'megatron.core.transformer.dot_product_attention:DotProductAttention'
 _BY_TE = 'megatron.core.extensions.transformer_engine:TEDotProductAttention'
 # arguments of a model that have a row of tokens for each sequence: (micro batch, sequence)
-_OF_TOKENS = ('input_ids', 'position_ids', 'labels', 'loss_mask', 'padding_mask')
-# layers with a state of the tokens before, by the name of their class: some need Triton to import
-_WITH_STATE = {'MambaMixer', 'GatedDeltaNet', 'GatedDeltaProduct'}
+_OF_TOKENS = ('input_ids', 'position_ids', 'labels', 'loss_mask')
+_MASK, _AS_IT_IS = 'attention_mask', 'runtime_gather_output'
+# modules that mix tokens and keep nothing of those before, by the name of a base class: some need
+# Triton to import
+_MIXING = {'MambaMixer', 'GatedDeltaNet', 'GatedDeltaProduct', '_ConvNd', 'RNNBase', '_BatchNorm'}
+_MIXING |= {'MultiheadAttention'}
+_ROUTERS = {'TopKRouter', 'InferenceTopKRouter'}
+_POSITIONS = {'learned_absolute', 'rope', 'yarn', 'none'}
+_WHOLE = 'take a schedule of whole sequences'
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.arbitrary)  # the latter by masks that are given
 
 _Masked = Callable[
@@ -43,11 +49,7 @@ _Masked = Callable[
 
 
 def patches(running: Running) -> Iterator[Patch]:
-    """Yield what is replaced for schedules of slices.
-
-    Args:
-        running: tells which slice runs.
-    """
+    """Yield what is replaced for schedules of slices; `running` tells which one runs."""
     for owner in _models():
         yield Patch(owner, 'forward', functools.partial(_cutting, running))
     for owner in _ROTARY:
@@ -61,16 +63,6 @@ def _models() -> tuple[str, ...]:
     return (_GPT,) if hybrid is None else (_GPT, f'{hybrid}:HybridModel')
 
 
-def is_cut(model: torch.nn.Module) -> bool:
-    """Return whether inputs of that model are cut."""
-    return isinstance(model, tuple(map(resolve_name, _models())))
-
-
-def attends_in_slices(attention: torch.nn.Module) -> bool:
-    """Return whether attention of that class is given the slices before."""
-    return type(attention).forward in [resolve_name(owner).forward for owner in _attentions()]
-
-
 def _attentions() -> dict[str, _Masked]:
     """Return how each class of attention that is here takes a mask."""
     by_te = find_spec('transformer_engine') is not None
@@ -78,53 +70,86 @@ def _attentions() -> dict[str, _Masked]:
 
 
 def _cutting(running: Running, original: Callable) -> Callable:
-    """Give the model the slice of its inputs; keep the whole for the slices behind it."""
+    """Give the chunk that runs in slices the slice of its inputs."""
     signature = inspect.signature(original)
-    known: WeakSet[torch.nn.Module] = WeakSet()
+    own = next(iter(signature.parameters))
 
     @functools.wraps(original)
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        part = running.part
-        if part is None:
+        part, kept = running.part, running.kept
+        if part is None or kept is None:
             return original(self, *args, **kwargs)
-        if self not in known:
-            _require_slices_alone(self)
-            known.add(self)
+        if self is not running.model:  # a teacher, say, in the one call of forward_step
+            with running.slice(None, None, None):
+                return original(self, *args, **kwargs)
+        kept.visit(self)
         given = dict(signature.bind(self, *args, **kwargs).arguments)
-        del given['self']
-        if given.get('packed_seq_params') is not None:
-            raise NotImplementedError(
-                'packed_seq_params: slices do not know where packed sequences end: give none, or '
-                'take a schedule of whole sequences'
-            )
-        running.given = dict(given)
-        for name in _OF_TOKENS:
-            value = given.get(name)
-            if isinstance(value, torch.Tensor):
-                given[name] = value[:, part.start : part.end].contiguous()
-        mask = given.get('attention_mask')
-        if isinstance(mask, torch.Tensor):
-            given['attention_mask'] = mask[..., part.start : part.end, : part.end].contiguous()
-        return original(self, **given)
+        if not isinstance(given[own], tuple):  # as of a function without names of its arguments
+            del given[own]
+        return original(self, **{name: _cut(name, value, part) for name, value in given.items()})
 
     return forward
 
 
-def _require_slices_alone(model: torch.nn.Module) -> None:
-    """Raise NotImplementedError for layers that a slice would give less than the sequence does."""
+def _cut(name: str, value: Any, part: Slice) -> Any:
+    """Return an argument of the model for a slice, if it is known how to cut it."""
+    if value is None or name == _AS_IT_IS:
+        return value
+    if name not in (*_OF_TOKENS, _MASK):
+        packed = ', which do not know where packed sequences end' if 'packed' in name else ''
+        raise NotImplementedError(
+            f'{name}: the model is called with it, and nobody has cut it for slices of sequences'
+            f'{packed}: give none, or {_WHOLE} (a forward that replaces that of GPTModel keeps its '
+            'arguments by functools.wraps)'
+        )
+    tokens = value.shape[-2:] if name == _MASK else value.shape[1:]
+    if {*tokens} != {part.total}:
+        raise NotImplementedError(
+            f'{name} of shape {tuple(value.shape)}: slices of sequences cut (micro batch, sequence)'
+            f', and masks (..., sequence, sequence), of {part.total} tokens: give such, or {_WHOLE}'
+        )
+    if name == _MASK:
+        return value[..., part.start : part.end, : part.end].contiguous()
+    return value[:, part.start : part.end].contiguous()
+
+
+def require(model: torch.nn.Module) -> None:
+    """Raise NotImplementedError for modules to which a slice would not be what the sequence is."""
+    if not isinstance(model, tuple(map(resolve_name, _models()))):
+        raise NotImplementedError(
+            f'slices of sequences: inputs of a {type(model).__name__} cannot be cut, as those '
+            f'of a GPTModel can: {_WHOLE}'
+        )
+    positions = getattr(model, 'position_embedding_type', 'none')
+    problem = None if positions in _POSITIONS else f'positions by {positions} are not known to cut'
     for layer in model.modules():
-        if not _WITH_STATE.isdisjoint(each.__name__ for each in type(layer).__mro__):
-            raise NotImplementedError(
-                f'slices of sequences: {type(layer).__name__} needs its state behind the slices '
-                'before: take a schedule of whole sequences'
+        problem = problem or _problem(layer)
+        if problem is not None:
+            raise NotImplementedError(f'slices of sequences: {problem}, or {_WHOLE}')
+
+
+def _problem(layer: torch.nn.Module) -> str | None:
+    """Return what a layer does that slices would change, and a cure; None: it takes slices."""
+    name = type(layer).__name__
+    if not _MIXING.isdisjoint(each.__name__ for each in type(layer).__mro__):
+        return f'{name} needs what it has seen of the slices before: leave it out'
+    attention, kind = getattr(layer, 'core_attention', None), getattr(layer, 'attn_mask_type', None)
+    if attention is not None:
+        known = [resolve_name(owner).forward for owner in _attentions()]
+        if type(attention).forward not in known:
+            attention = type(attention).__name__
+            return f"{attention} is not known to attend to the slices before: have Megatron's"
+        if kind not in _CAUSAL:
+            return (
+                f'attn_mask_type={getattr(kind, "name", kind)}, and tokens of a slice cannot '
+                'attend to those behind it: have AttnMaskType.causal in the spec of the layers'
             )
-        kind = getattr(layer, 'attn_mask_type', None)
-        if hasattr(layer, 'core_attention') and kind not in _CAUSAL:
-            raise NotImplementedError(
-                f'attn_mask_type={getattr(kind, "name", kind)}: tokens of a slice cannot attend to '
-                'those behind it: have AttnMaskType.causal in the spec of the layers, or take a '
-                'schedule of whole sequences'
-            )
+    router = getattr(layer, 'router', None)
+    if router is not None and type(router).__name__ not in _ROUTERS:
+        return f'{type(router).__name__} is not known to route token by token: have a TopKRouter'
+    if others := not_by_token(getattr(router, 'routing_type', None)):
+        return f'{others} balances experts by all tokens of a microbatch: have aux_loss'
+    return None
 
 
 def _from_its_first_token(running: Running, original: Callable) -> Callable:

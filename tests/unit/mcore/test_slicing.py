@@ -12,6 +12,7 @@ def test_memory_is_known_while_it_is_kept():
     for microbatch in (0, 1):
         for start in (0, 2):
             part = Slice(microbatch, start, start + 2, 4)
+            kept.visited.clear()
             for layer in layers:
                 found = kept.extended(layer, part, *torch.zeros(2, 2, 1, 1, 8))
                 own = {each.untyped_storage()._cdata for each in found}
