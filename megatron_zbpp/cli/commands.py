@@ -47,11 +47,16 @@ from megatron_zbpp.render.text import time_shown, timeline_text
 from megatron_zbpp.schedules import own_families
 from megatron_zbpp.techniques.vocabulary.whole import WHOLE, has_shards
 
+# What `list` shows unless it is asked for all: for most pipelines one of these is the best.
+_COMMON = {'1f1b', 'interleaved', 'zb-h1', 'zb-2p', 'zb-v', 'zb-interleaved', 'v-half', 'po'}
+
 
 def list_families(args: Namespace) -> None:
-    """Print every family that the registry knows, with what it gains at the sizes of `args`."""
+    """Print families, with their gains at the sizes of `args`: for people, the common ones."""
     keys = ('name', 'aliases', 'summary', 'bubble', 'memory', 'source')
-    listed = own_families(every=True)
+    every = own_families(every=True)
+    few = not (args.all or args.json or args.table)
+    listed = [family for family in every if not few or family.name in _COMMON]
     args.schedules = [family.name for family in listed]
     found, skipped = inputs.load_cases(args)
     gains = {name: facts(each, each.timeline, args.against)['gain'] for name, each in found.items()}
@@ -88,6 +93,8 @@ def list_families(args: Namespace) -> None:
         gain = f'gain {shown[name]}' if name in shown else f'no gain: {skipped[name]}'
         print_wrapped(f'    bubble {family.bubble}; peak memory {family.memory}{copies}{late}')
         print_wrapped(f'    {gain}; {family.source}')
+    if few:
+        print_wrapped(f'and {len(every) - len(listed)} more: zbpp list --all')
     print_wrapped(f'gain: time saved against {args.against}; {inputs.heading(args)}')
 
 
@@ -124,7 +131,7 @@ def show(args: Namespace) -> None:
     if shown < timeline.makespan:
         units = f'{number(shown, 3)} of {number(timeline.makespan)}'
         print(f'… {units} time units shown: --width 0 shows all')
-    print_wrapped(legend(case.schedule))
+    print_wrapped(legend(timeline, width))
     print_reversed(case.schedule.placement)
     found = facts(case, timeline, args.against)
     print(

@@ -22,6 +22,7 @@ from megatron_zbpp.render.perfetto import perfetto
 from megatron_zbpp.render.png import timeline_png
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.render.svg import svg
+from megatron_zbpp.render.text import examples
 from megatron_zbpp.techniques.updates.steady_state import SteadyState, steady_state
 from megatron_zbpp.techniques.updates.versions import updates_of
 from megatron_zbpp.techniques.vocabulary.whole import WHOLE, has_shards, rival_costs
@@ -36,12 +37,12 @@ def takes_colours(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get('NO_COLOR') and os.environ.get('TERM') != 'dumb'
 
 
-def legend(schedule: Schedule) -> str:
-    """Return what the letters of a drawing in text mean."""
+def legend(timeline: Timeline, width: int) -> str:
+    """Return the meaning of the labels in `timeline_text(timeline, width)`."""
+    schedule = timeline.schedule
     used = dict.fromkeys(p.kind for order in schedule.passes for p in order)
     kinds = ', '.join(f'{kind} {schedule.graph.kinds[kind].words}' for kind in used)
-    example = schedule.passes[0][0]
-    return f'{kinds}, · idle; {example} is {example.words}'
+    return '; '.join((f'{kinds}, · idle', *examples(timeline, width)))
 
 
 def shape(schedule: Schedule) -> dict:
