@@ -11,7 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from megatron_zbpp.analysis.gain import gain_text, idle_parts, makespan_of, megatron_refuses
+from megatron_zbpp.analysis.gain import (
+    gain_of,
+    gain_text,
+    idle_parts,
+    makespan_of,
+    megatron_refuses,
+)
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.cli.inputs import Case
 from megatron_zbpp.ir import Placement, Schedule
@@ -83,7 +89,7 @@ def facts(case: Case, timeline: Timeline, against: str) -> dict:
         'idle_all_ranks': timeline.idle_all_ranks,
         'idle_parts': idle_parts(timeline, case.costs)._asdict(),
         'against': None if rival is None else {'name': name, 'makespan': rival},
-        'gain': None if not rival else 1 - taken / rival,
+        'gain': gain_of(taken, rival),
         'peak_activations': peak(case.schedule, case.costs),
         **({} if steady is None else _of_calls(steady)),
     }
