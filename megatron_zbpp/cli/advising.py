@@ -195,7 +195,7 @@ def _from_line(args: Namespace) -> _Found:
         line = AdvisedLine.of(args.line, args.gpus)
     shape = line.shape(args.tflops or 1.0, args.bandwidth or 0.0, args.vocab)
     job = Job(shape, **line.sizes(args.gpus), **_machine(args))
-    own, notes = line.own(job), line.unlike(job)
+    own, notes = line.own(job), [*line.unlike(job), *line.checkpoint_notes()]
     if args.layers_file:
         job = _measured(job, own, Layers.from_json(Path(args.layers_file).read_text('utf-8')))
 

@@ -175,6 +175,36 @@ def test_experts() -> None:
         job_of(read(f'{LINE} {EXPERTS} --moe-layer-freq [0,1]*4'))
 
 
+SHARDED = '--use-distributed-optimizer'
+RESHARDABLE = '--dist-ckpt-optim-fully-reshardable'
+# flags of the line, whether lines of another placement load and save, and what the note says
+CHECKPOINTS = [
+    ('', True, 'goes to all lines; where tp or pp differ'),
+    (f'{SHARDED} {RESHARDABLE}', True, f'all lines if it was saved with {RESHARDABLE}, too; where'),
+    (f'{SHARDED} --no-load-optim', True, 'goes to all lines; where tp or pp differ'),
+    (SHARDED, False, f'kept by rank: save it once with {RESHARDABLE}'),
+    ('--ckpt-format torch', False, '--ckpt-format torch keeps files by rank: convert it'),
+    (f'--ckpt-format=torch {SHARDED} {RESHARDABLE}', False, 'torch keeps files by rank'),
+]
+
+
+@pytest.mark.parametrize(('words', 'goes', 'told'), CHECKPOINTS)
+def test_checkpoints_go_where_megatron_takes_them(words: str, goes: bool, told: str) -> None:
+    """Elsewhere a line neither loads nor, from scratch then, saves over them; a note says why."""
+    line = read(f'{LINE} --load old --save=new --save-interval 9 {words}')
+    job = job_of(line)
+    own = line.own(job)
+    (note,) = line.checkpoint_notes()
+    assert told in note
+    others = [replace(own, tp=1), replace(own, pp=4), replace(own, schedule='zb-v', chunks=2)]
+    for setup in (own, replace(own, schedule='zb-h1'), *others):
+        made = line.line_of(job, setup)
+        kept = goes or setup not in others
+        assert ('--load' in made, '--save=new' in made, 'old' in made) == (kept,) * 3, setup
+        assert '--save-interval' in made
+    assert not read(f'{LINE} {words}').checkpoint_notes()
+
+
 def asked(words: str, *more: str, rates: str = RATES) -> list[str]:
     given = ['advise', '--gpus', '8', '--memory', '5GiB', *more, *rates.split()]
     return [*given, '--', *words.split()]

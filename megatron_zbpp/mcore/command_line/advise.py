@@ -41,6 +41,8 @@ _LATENT = {
     'head_dim': 'qk_head_dim',
 }
 _OWN_FILE = 'pipeline_schedule_file'
+_FOLDERS = '--load', '--save'
+_RESHARDABLE = '--dist-ckpt-optim-fully-reshardable'
 
 
 @dataclass(frozen=True)
@@ -224,8 +226,41 @@ class AdvisedLine:
             launcher = [*(launcher or ['python']), '-m', LAUNCHER]
         valued = [*REPLACED, *(each.name[2:] for each in FLAGS if each.unit)]
         switches = [*SWITCHES, *(each.name for each in FLAGS if not each.unit)]
+        if self._kept_by_rank() and self._folders and _ranks_of(setup) != _ranks_of(self.own(job)):
+            valued += [folder[2:] for folder in _FOLDERS]
         kept = without(self.flags, valued, switches)
         return [*launcher, *filter(None, [self.script]), *kept, *flags_of(job, setup)]
+
+    @property
+    def _folders(self) -> list[str]:
+        return [each for each in _FOLDERS if value_of(self.flags, each) is not None]
+
+    def checkpoint_notes(self) -> list[str]:
+        """Return where checkpoints of the line go, if it names folders of them."""
+        if self._folders and (reason := self._kept_by_rank()):
+            where = 'lines with another tp, ep or placement of stages'
+            return [f'{where} are without {" and ".join(self._folders)}: {reason}']
+        if '--load' not in self._folders:
+            return []
+        saved = f' if it was saved with {_RESHARDABLE}, too' * (_RESHARDABLE in self.flags)
+        return [
+            f'the checkpoint of --load goes to all lines{saved}; where tp or pp differ, Megatron '
+            'leaves out its random states'
+        ]
+
+    def _kept_by_rank(self) -> str:
+        """Return why checkpoints fit the ranks that saved them alone, and the cure; empty: no."""
+        found = value_of(self.flags, '--ckpt-format') or 'torch_dist'
+        if found != 'torch_dist':
+            cure = 'convert it (docs/exactness.md), or train from scratch'
+            return f'--ckpt-format {found} keeps files by rank: {cure}'
+        sharded = self._on('use_distributed_optimizer') or self._on(
+            'use_layer_wise_distributed_optimizer'
+        )
+        if not sharded or {_RESHARDABLE, '--no-load-optim', '--finetune'} & {*self.flags}:
+            return ''
+        cure = f'save it once with {_RESHARDABLE}, or load with --no-load-optim'
+        return f"the distributed optimizer's state is kept by rank: {cure}"
 
     def _size(self, name: str) -> int:
         found = getattr(self.args, name, None) or value_of(self.flags, flag(name))
@@ -240,6 +275,11 @@ class AdvisedLine:
         local = getattr(self.args, 'transformer_impl', None) == 'local'
         plain = str(getattr(backend, 'name', backend)) in ('unfused', 'local')
         return not (plain or (local and not self._on('use_flash_attn')))
+
+
+def _ranks_of(setup: Setup) -> tuple[Any, ...]:
+    """Return which layers each rank holds, and their shards."""
+    return setup.tp, setup.ep, placement_of(setup), setup.layers
 
 
 def _with_layers(setup: Setup, args: Namespace) -> Setup:
