@@ -33,7 +33,11 @@ _HELD = {
     'ep': 'expert-parallel ranks',
     'micro_batch': 'samples of a microbatch',
 }
-_OF_A_LINE = ('tflops', 'bandwidth', 'vocab')  # what a launch line does not say
+_NOT_IN_A_LINE = {
+    'tflops': 'TFLOP/s that a matrix product reaches: for the predicted time of an iteration',
+    'bandwidth': "GB/s of a GPU's memory; default: what is no product takes no time",
+    'vocab': 'entries of the vocabulary, where the line does not say: for memory in GiB',
+}
 _MOST_GPUS = 16_384
 _LETTERS = {'none': '-', 'selective': 'sel', 'full': 'full'}
 _RATES = {
@@ -56,13 +60,6 @@ def add_advise(command: ArgumentParser) -> None:
         default=JOB_SIZES['reserve'],
         help='of it that the model cannot have: CUDA context, NCCL, fragments; default 4GiB',
     )
-    command.add_argument(
-        '--gpus-per-node',
-        type=values.count,
-        metavar='N',
-        default=JOB_SIZES['gpus_per_node'],
-        help='GPUs of a node; default 8',
-    )
     for name, text in _HELD.items():
         command.add_argument(
             HELD[name],
@@ -74,15 +71,7 @@ def add_advise(command: ArgumentParser) -> None:
     command.add_argument(
         '--cp', type=values.count, metavar='N', help='with --model: context-parallel ranks'
     )
-    for name, text in _RATES.items():
-        default = JOB_SIZES[name]
-        command.add_argument(
-            f'--{name}',
-            type=values.positive,
-            metavar='GB/S',
-            default=default,
-            help=f'{text}; default {default:g}',
-        )
+    _add_machine(command)
     command.add_argument(
         '--schedules',
         type=values.names,
@@ -105,6 +94,39 @@ def add_advise(command: ArgumentParser) -> None:
     )
     add_sizes(command, _SEARCHED)
     command.add_argument('line', nargs='*', metavar='-- LAUNCH LINE', help='torchrun and all')
+
+
+def _add_machine(command: ArgumentParser) -> None:
+    """Add the GPUs of a node, and the rates of links."""
+    command.add_argument(
+        '--gpus-per-node',
+        type=values.count,
+        metavar='N',
+        default=JOB_SIZES['gpus_per_node'],
+        help='GPUs of a node; default 8',
+    )
+    for name, text in _RATES.items():
+        default = JOB_SIZES[name]
+        command.add_argument(
+            f'--{name}',
+            type=values.positive,
+            metavar='GB/S',
+            default=default,
+            help=f'{text}; default {default:g}',
+        )
+
+
+def add_rates(command: ArgumentParser) -> None:
+    """Add the rates that a launch line's prediction takes, all optional."""
+    for name, text in _NOT_IN_A_LINE.items():
+        kind = values.count if name == 'vocab' else values.positive
+        command.add_argument(f'--{name}', type=kind, metavar='N', help=text)
+    _add_machine(command)
+
+
+def rates_of(args: Namespace) -> dict[str, Any]:
+    """Return the rates that `add_rates` added."""
+    return {name: getattr(args, name) for name in (*_NOT_IN_A_LINE, 'gpus_per_node', *_RATES)}
 
 
 def _gpus(text: str) -> int:
@@ -171,7 +193,7 @@ def _from_shape(args: Namespace) -> _Found:
 
 def _from_line(args: Namespace) -> _Found:
     """Return the job of a launch line, and its own setup."""
-    wrong = [each for each in SIZES if each.name not in (*_OF_A_LINE, *_SEARCHED)]
+    wrong = [each for each in SIZES if each.name not in (*_NOT_IN_A_LINE, *_SEARCHED)]
     given = [option(each.name) for each in wrong if getattr(args, each.name) is not None]
     given += ['--model'] if args.model else []
     given += ['--global-batch-size'] if args.global_batch_size else []

@@ -12,6 +12,7 @@ from megatron_zbpp.analysis.checker import ScheduleError, check
 from megatron_zbpp.analysis.critical import critical_path
 from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.cli import inputs
+from megatron_zbpp.cli.advising import rates_of
 from megatron_zbpp.cli.comparing import compare_partitions
 from megatron_zbpp.cli.printing import (
     PICTURES,
@@ -285,7 +286,7 @@ def doctor(args: Namespace) -> int:
     from megatron_zbpp.mcore.command_line.doctor import examine, text_of
 
     try:
-        report = examine(args.line, args.gpus, now)
+        report = examine(args.line, args.gpus, now, rates_of(args))
     finally:
         now('')
     print_json(report.to_dict()) if args.json else print(text_of(report, args.verbose))

@@ -293,6 +293,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--gpus', type=values.count, metavar='N', help='of the job')
+    advising.add_rates(parser)
     parser.add_argument('--verbose', action='store_true', help='name each patch, each version')
     parser.add_argument('line', nargs='*', metavar='-- LAUNCH LINE', help='of pretrain_gpt.py')
 
