@@ -86,13 +86,18 @@ def megatron_refuses(placement: Placement, num_microbatches: int) -> str:
     )
 
 
+def gain_of(taken: float, rival: float | None) -> float | None:
+    """Return the share of the rival's time that is saved; None without a rival."""
+    return 1 - taken / rival if rival else None
+
+
 def gain_text(makespan: float, rival: float | None, name: str) -> str:
     """Return how much less or more time than `name` that is; empty where it has none.
 
     >>> gain_text(24.0, 32.0, '1f1b')
     ', 25.0% less time than 1f1b'
     """
-    if not rival:
+    share = gain_of(makespan, rival)
+    if share is None:
         return ''
-    share = 1 - makespan / rival
     return f', {abs(share):.1%} {"less" if share >= 0 else "more"} time than {name}'

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_zbpp.analysis.gain import gain_of
 from megatron_zbpp.cli import values
 from megatron_zbpp.cli.layer_costs import load_layers
 from megatron_zbpp.cli.printing import gib, print_json, print_wrapped
@@ -19,13 +20,24 @@ from megatron_zbpp.cli.tables import print_table
 from megatron_zbpp.partitioning.advise.flags import flags_of
 from megatron_zbpp.partitioning.advise.job import JOB_SIZES, STOCK, Job, Setup
 from megatron_zbpp.partitioning.advise.prediction import BY_RATES, BY_TIMES, Prediction, stages_of
-from megatron_zbpp.partitioning.advise.search import SCHEDULES, Advice, advise, with_measured
+from megatron_zbpp.partitioning.advise.search import HELD, SCHEDULES, Advice, advise, with_measured
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.planner.limits import Bytes
 from megatron_zbpp.schedules import find
 
 _SEARCHED = ('tp', 'ep', 'dp', 'micro_batch')  # of a shape, what a setup says
-_OF_A_LINE = ('tflops', 'bandwidth', 'vocab')  # what a launch line does not say
+_HELD = {
+    'pp': 'pipeline-parallel ranks',
+    'tp': 'tensor-parallel ranks',
+    'chunks': 'model chunks of a pipeline rank',
+    'ep': 'expert-parallel ranks',
+    'micro_batch': 'samples of a microbatch',
+}
+_NOT_IN_A_LINE = {
+    'tflops': 'TFLOP/s that a matrix product reaches: for the predicted time of an iteration',
+    'bandwidth': "GB/s of a GPU's memory; default: what is no product takes no time",
+    'vocab': 'entries of the vocabulary, where the line does not say: for memory in GiB',
+}
 _MOST_GPUS = 16_384
 _LETTERS = {'none': '-', 'selective': 'sel', 'full': 'full'}
 _RATES = {
@@ -48,22 +60,18 @@ def add_advise(command: ArgumentParser) -> None:
         default=JOB_SIZES['reserve'],
         help='of it that the model cannot have: CUDA context, NCCL, fragments; default 4GiB',
     )
-    command.add_argument(
-        '--gpus-per-node',
-        type=values.count,
-        metavar='N',
-        default=JOB_SIZES['gpus_per_node'],
-        help='GPUs of a node; default 8',
-    )
-    for name, text in _RATES.items():
-        default = JOB_SIZES[name]
+    for name, text in _HELD.items():
         command.add_argument(
-            f'--{name}',
-            type=values.positive,
-            metavar='GB/S',
-            default=default,
-            help=f'{text}; default {default:g}',
+            HELD[name],
+            dest=f'held_{name}',
+            type=values.count,
+            metavar='N',
+            help=f'{text}, of all setups; default: the fastest',
         )
+    command.add_argument(
+        '--cp', type=values.count, metavar='N', help='with --model: context-parallel ranks'
+    )
+    _add_machine(command)
     command.add_argument(
         '--schedules',
         type=values.names,
@@ -88,6 +96,39 @@ def add_advise(command: ArgumentParser) -> None:
     command.add_argument('line', nargs='*', metavar='-- LAUNCH LINE', help='torchrun and all')
 
 
+def _add_machine(command: ArgumentParser) -> None:
+    """Add the GPUs of a node, and the rates of links."""
+    command.add_argument(
+        '--gpus-per-node',
+        type=values.count,
+        metavar='N',
+        default=JOB_SIZES['gpus_per_node'],
+        help='GPUs of a node; default 8',
+    )
+    for name, text in _RATES.items():
+        default = JOB_SIZES[name]
+        command.add_argument(
+            f'--{name}',
+            type=values.positive,
+            metavar='GB/S',
+            default=default,
+            help=f'{text}; default {default:g}',
+        )
+
+
+def add_rates(command: ArgumentParser) -> None:
+    """Add the rates that a launch line's prediction takes, all optional."""
+    for name, text in _NOT_IN_A_LINE.items():
+        kind = values.count if name == 'vocab' else values.positive
+        command.add_argument(f'--{name}', type=kind, metavar='N', help=text)
+    _add_machine(command)
+
+
+def rates_of(args: Namespace) -> dict[str, Any]:
+    """Return the rates that `add_rates` added."""
+    return {name: getattr(args, name) for name in (*_NOT_IN_A_LINE, 'gpus_per_node', *_RATES)}
+
+
 def _gpus(text: str) -> int:
     values.require(text, values.count(text) <= _MOST_GPUS, f'give at most {_MOST_GPUS} GPUs')
     return int(text)
@@ -104,10 +145,12 @@ def print_advice(args: Namespace) -> int:
     _require_schedules(args.schedules)
     found = _from_line(args) if args.line else _from_shape(args)
     job, own, line_of, notes, band = found
+    held = {name: size for name in HELD if (size := getattr(args, f'held_{name}')) is not None}
     with progress('setups', '%', 100) as done:
-        advice = advise(job, args.schedules, own, args.count, done)
+        advice = advise(job, args.schedules, own, args.count, done, held)
         rival = advice.own
-        if rival is None and (plain := advise(job, STOCK, count=1).best):
+        sizes = {name: size for name, size in held.items() if name != 'chunks'}  # 1f1b has one
+        if rival is None and (plain := advise(job, STOCK, count=1, held=sizes).best):
             rival = plain[0]
     if advice.least is not None:
         raise ValueError(_too_little(job, advice))
@@ -143,16 +186,18 @@ def _from_shape(args: Namespace) -> _Found:
         raise ValueError('--model needs --global-batch-size: give the samples of an iteration')
     if args.layers_file:
         raise ValueError('--layers-file is about a launch line: leave it out, or give the line')
-    job = Job(shape_of(args), args.global_batch_size, **_machine(args))
-    return job, None, flags_of, [], BY_RATES
+    job = Job(shape_of(args), args.global_batch_size, cp=args.cp or 1, **_machine(args))
+    cp = ['--context-parallel-size', str(job.cp)] if job.cp > 1 else []
+    return job, None, lambda job, setup: [*flags_of(job, setup), *cp], [], BY_RATES
 
 
 def _from_line(args: Namespace) -> _Found:
     """Return the job of a launch line, and its own setup."""
-    wrong = [each for each in SIZES if each.name not in (*_OF_A_LINE, *_SEARCHED)]
+    wrong = [each for each in SIZES if each.name not in (*_NOT_IN_A_LINE, *_SEARCHED)]
     given = [option(each.name) for each in wrong if getattr(args, each.name) is not None]
     given += ['--model'] if args.model else []
     given += ['--global-batch-size'] if args.global_batch_size else []
+    given += ['--cp'] if args.cp else []
     if given:
         raise ValueError(f'{given[0]} is in the launch line: leave it out, or the line')
     if args.layers_file and (args.tflops or args.bandwidth):
@@ -172,7 +217,7 @@ def _from_line(args: Namespace) -> _Found:
         line = AdvisedLine.of(args.line, args.gpus)
     shape = line.shape(args.tflops or 1.0, args.bandwidth or 0.0, args.vocab)
     job = Job(shape, **line.sizes(args.gpus), **_machine(args))
-    own, notes = line.own(job), line.unlike(job)
+    own, notes = line.own(job), [*line.unlike(job), *line.checkpoint_notes()]
     if args.layers_file:
         job = _measured(job, own, load_layers(args.layers_file))
 
@@ -274,7 +319,7 @@ def _row(
         'seconds_from': made.seconds * band[0],
         'seconds_to': made.seconds * band[1],
         'idle_all_ranks': made.idle,
-        'gain': 1 - made.seconds / rival.seconds if rival else None,
+        'gain': gain_of(made.seconds, rival and rival.seconds),
         'bytes': list(made.nbytes),
         'fits': max(made.nbytes) <= job.room,
         'launch_line': shlex.join(line_of(job, setup)),
@@ -318,14 +363,14 @@ def _print(
 
 def _cells(job: Job, name: str, made: Prediction, rival: Prediction | None) -> tuple[object, ...]:
     setup = made.setup
-    gain = f'{1 - made.seconds / rival.seconds:.1%}' if rival else '-'
+    gain = gain_of(made.seconds, rival and rival.seconds)
     full = '' if max(made.nbytes) <= job.room else '!'
     return (
         name,
         find(setup.schedule).label(setup.chunks),
         *(setup.pp, setup.tp, *([setup.ep] if job.shape.experts else [])),
         *(job.replicas(setup), setup.micro_batch, _LETTERS[setup.saving]),
-        *(f'{made.seconds:.4g}', f'{made.idle:.1%}', gain),
+        *(f'{made.seconds:.4g}', f'{made.idle:.1%}', '-' if gain is None else f'{gain:.1%}'),
         f'{full}{max(made.nbytes) / 2**30:.1f}',
     )
 

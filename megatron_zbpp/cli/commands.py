@@ -12,6 +12,7 @@ from megatron_zbpp.analysis.checker import ScheduleError, check
 from megatron_zbpp.analysis.critical import critical_path
 from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.cli import inputs
+from megatron_zbpp.cli.advising import rates_of
 from megatron_zbpp.cli.comparing import compare_partitions
 from megatron_zbpp.cli.printing import (
     PICTURES,
@@ -47,11 +48,16 @@ from megatron_zbpp.render.text import time_shown, timeline_text
 from megatron_zbpp.schedules import own_families
 from megatron_zbpp.techniques.vocabulary.whole import WHOLE, has_shards
 
+# What `list` shows unless it is asked for all: for most pipelines one of these is the best.
+_COMMON = {'1f1b', 'interleaved', 'zb-h1', 'zb-2p', 'zb-v', 'zb-interleaved', 'v-half', 'po'}
+
 
 def list_families(args: Namespace) -> None:
-    """Print every family that the registry knows, with what it gains at the sizes of `args`."""
+    """Print families, with their gains at the sizes of `args`: for people, the common ones."""
     keys = ('name', 'aliases', 'summary', 'bubble', 'memory', 'source')
-    listed = own_families(every=True)
+    every = own_families(every=True)
+    few = not (args.all or args.json or args.table)
+    listed = [family for family in every if not few or family.name in _COMMON]
     args.schedules = [family.name for family in listed]
     found, skipped = inputs.load_cases(args)
     known = {name: facts(each, each.timeline, args.against) for name, each in found.items()}
@@ -93,6 +99,8 @@ def list_families(args: Namespace) -> None:
         gain = f'gain {shown[name]}' if name in shown else f'no gain: {skipped[name]}'
         print_wrapped(f'    bubble {family.bubble}; peak memory {family.memory}{held}{late}')
         print_wrapped(f'    {gain}; {family.source}')
+    if few:
+        print_wrapped(f'and {len(every) - len(listed)} more: zbpp list --all')
     print_wrapped(f'gain: time saved against {args.against}; {inputs.heading(args)}')
 
 
@@ -129,7 +137,7 @@ def show(args: Namespace) -> None:
     if shown < timeline.makespan:
         units = f'{number(shown, 3)} of {number(timeline.makespan)}'
         print(f'… {units} time units shown: --width 0 shows all')
-    print_wrapped(legend(case.schedule))
+    print_wrapped(legend(timeline, width))
     print_reversed(case.schedule.placement)
     found = facts(case, timeline, args.against)
     print(
@@ -283,7 +291,7 @@ def doctor(args: Namespace) -> int:
     from megatron_zbpp.mcore.command_line.doctor import examine, text_of
 
     try:
-        report = examine(args.line, args.gpus, now)
+        report = examine(args.line, args.gpus, now, rates_of(args))
     finally:
         now('')
     print_json(report.to_dict()) if args.json else print(text_of(report, args.verbose))

@@ -40,7 +40,7 @@ from megatron_zbpp.techniques import ASKED, find
 from megatron_zbpp.version import __version__
 
 # Commands whose numbers, if they take any, are no times.
-_TIMELESS = frozenset({'', 'list', 'check', 'doctor', 'bench', 'partition', 'profile'})
+_TIMELESS = frozenset({'list', 'check', 'doctor', 'bench', 'partition', 'profile'})
 _TIMELESS |= {'advise', 'page'}
 # Commands that print tables.
 _TABULAR = frozenset({'list', 'simulate', 'compare', 'plan', 'partition', 'profile', 'bubbles'})
@@ -48,7 +48,8 @@ _TABULAR |= {'freeze', 'bench', 'advise'}
 _ALONE = ('-h', '--help', '--version')  # take no command
 
 _EXAMPLES = """
-zbpp list                                              every schedule, its bubble and memory
+zbpp list                                              common schedules, their bubble and memory
+zbpp list --all                                        every schedule
 zbpp list --pp 8 --microbatches 24 --table md          with gains over 1F1B at that size
 zbpp show --schedule zb-v --pp 4 --microbatches 8      draw it here
 zbpp simulate --schedule zb-1p --pp 8 --microbatches 24 --times 18.5,18.1,9.3 --comm 0.6
@@ -160,6 +161,14 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f'{self.prog}: {printable(message)} (see {self.prog} --help)\n')
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Help with headings above groups of commands."""
+
+    def _format_action(self, action: argparse.Action) -> str:
+        heading = '' if action.option_strings else _HEADINGS.get(action.dest)
+        return f'\n  {heading}:\n' * bool(heading) + super()._format_action(action)
+
+
 class _Completion(argparse.Action):
     """Prints the completion of a shell, and ends."""
 
@@ -175,9 +184,9 @@ class _Completion(argparse.Action):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog='zbpp',
-        description='Pipeline schedules: list, draw, simulate, check, compare, plan, convert.',
-        epilog=_epilog('zbpp'),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description='Zero-bubble pipeline schedules for Megatron: try, compare and plan them.',
+        epilog=_epilog(''),
+        formatter_class=_Help,
     )
     parser.add_argument('--version', action='version', version=f'zbpp {__version__}')
     parser.add_argument(
@@ -186,13 +195,13 @@ def _parser() -> argparse.ArgumentParser:
         choices=('bash', 'zsh', 'tcsh'),
         help='print what makes this shell complete commands and options',
     )
-    subparsers = parser.add_subparsers(required=True, metavar='COMMAND')
+    subparsers = parser.add_subparsers(title='commands', required=True, metavar='COMMAND')
     for name, run, text, *additions in _COMMANDS:
         command = subparsers.add_parser(
             name,
             help=text,
             description=f'{text[0].upper()}{text[1:]}.',
-            epilog=_epilog(f'zbpp {name}'),
+            epilog=_epilog(name),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.set_defaults(run=run)
@@ -218,6 +227,9 @@ def _add_list(parser: argparse.ArgumentParser) -> None:
     for name, kind, size, what in sizes:
         text = f'{what} that gains are simulated with; default {size}'
         parser.add_argument(name, type=kind, default=size, metavar=name[2].upper(), help=text)
+    parser.add_argument(
+        '--all', action='store_true', help='every schedule, as --json and --table have'
+    )
     arguments.add_against(parser)
     parser.set_defaults(file=None, vpp=None, times=inputs.NO_TIMES, comm=None, memory_limit=None)
 
@@ -284,6 +296,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--gpus', type=values.count, metavar='N', help='of the job')
+    advising.add_rates(parser)
     parser.add_argument('--verbose', action='store_true', help='name each patch, each version')
     parser.add_argument('line', nargs='*', metavar='-- LAUNCH LINE', help='of pretrain_gpt.py')
 
@@ -305,15 +318,29 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     )
 
 
-# Name, what runs, its help, and what adds its arguments.
+# Name, what runs, its help, and what adds its arguments, in the order of `zbpp --help`.
 _COMMANDS: tuple[tuple[Any, ...], ...] = (
+    ('doctor', commands.doctor, 'what is installed, and what a job would run', _add_doctor),
+    (
+        'bench',
+        benching.bench,
+        "your launch line by stock's schedule and by ours: time, memory, losses",
+        benching.add_bench,
+    ),
+    (
+        'advise',
+        advising.print_advice,
+        'the fastest sizes, schedule and recomputation that fit, with launch lines',
+        advising.add_advise,
+    ),
     (
         'list',
         commands.list_families,
-        'name every schedule, with its bubble, peak memory and gain',
+        'schedules, each with its bubble, peak memory and gain',
         _add_list,
     ),
     ('show', commands.show, 'draw a schedule as text, to scale', _add_case, _add_show),
+    ('compare', commands.compare, 'a table, and a picture, of many schedules', _add_compare),
     (
         'simulate',
         commands.simulate_case,
@@ -321,8 +348,7 @@ _COMMANDS: tuple[tuple[Any, ...], ...] = (
         _add_case,
         _add_actions,
     ),
-    ('check', commands.check_file, 'prove that a file holds a schedule that can run', _add_check),
-    ('compare', commands.compare, 'a table, and a picture, of many schedules', _add_compare),
+    ('page', paging.write_page, 'a page with sliders to compare schedules', paging.add_page),
     (
         'plan',
         planning.plan_schedule,
@@ -341,6 +367,8 @@ _COMMANDS: tuple[tuple[Any, ...], ...] = (
         'costs of layers, from a shape, a trace, a log or times of stages',
         profiling.add_profile,
     ),
+    ('check', commands.check_file, 'prove that a file holds a schedule that can run', _add_check),
+    ('convert', commands.convert, 'write a schedule in another format', _add_case, _add_convert),
     (
         'bubbles',
         side_work.bubbles,
@@ -355,28 +383,24 @@ _COMMANDS: tuple[tuple[Any, ...], ...] = (
         _add_case,
         side_work.add_freeze,
     ),
-    ('doctor', commands.doctor, 'what is installed, and what a job would run', _add_doctor),
-    (
-        'bench',
-        benching.bench,
-        "your launch line by stock's schedule and by ours: time, memory, losses",
-        benching.add_bench,
-    ),
-    (
-        'advise',
-        advising.print_advice,
-        'the fastest sizes, schedule and recomputation that fit, with launch lines',
-        advising.add_advise,
-    ),
-    ('page', paging.write_page, 'a page with sliders to compare schedules', paging.add_page),
-    ('convert', commands.convert, 'write a schedule in another format', _add_case, _add_convert),
 )
+# Headings of `zbpp --help`, by the command that each stands above.
+_HEADINGS = {
+    'doctor': 'your training job',
+    'list': 'schedules',
+    'plan': 'searches, and costs for them',
+    'check': 'files and details',
+}
+_SHOWN_FIRST = ('doctor', 'bench', 'advise', 'list', 'compare')  # with their first examples
 
 
-def _epilog(prefix: str) -> str:
-    """Return the examples that start with `prefix`, and what their numbers mean."""
-    lines = [f'  {line}' for line in _EXAMPLES.splitlines() if line.startswith(prefix)]
-    name = prefix.removeprefix('zbpp').strip()
+def _epilog(name: str) -> str:
+    """Return examples of a command and the meaning of its numbers; of none, the first examples."""
+    every = [line for line in _EXAMPLES.splitlines() if line]
+    if not name:
+        first = [next(e for e in every if e.split()[1] == known) for known in _SHOWN_FIRST]
+        more = ['', 'options, units and more examples: zbpp COMMAND --help']
+        return '\n'.join(['examples:', *(f'  {line}' for line in first), *more])
     units = [] if name in _TIMELESS else [_TIMES]
     units += [] if name in _TIMELESS - {'check'} else [_MEMORY]
-    return '\n'.join(['examples:', *lines, *units])
+    return '\n'.join(['examples:', *(f'  {e}' for e in every if e.split()[1] == name), *units])

@@ -11,7 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from megatron_zbpp.analysis.gain import gain_text, idle_parts, makespan_of, megatron_refuses
+from megatron_zbpp.analysis.gain import (
+    gain_of,
+    gain_text,
+    idle_parts,
+    makespan_of,
+    megatron_refuses,
+)
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.cli.inputs import Case
 from megatron_zbpp.ir import Placement, Schedule
@@ -22,6 +28,7 @@ from megatron_zbpp.render.perfetto import perfetto
 from megatron_zbpp.render.png import timeline_png
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.render.svg import svg
+from megatron_zbpp.render.text import examples
 from megatron_zbpp.techniques.updates.steady_state import SteadyState, steady_state
 from megatron_zbpp.techniques.updates.versions import copies, updates_of
 from megatron_zbpp.techniques.vocabulary.whole import WHOLE, has_shards, rival_costs
@@ -36,12 +43,12 @@ def takes_colours(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get('NO_COLOR') and os.environ.get('TERM') != 'dumb'
 
 
-def legend(schedule: Schedule) -> str:
-    """Return what the letters of a drawing in text mean."""
+def legend(timeline: Timeline, width: int) -> str:
+    """Return the meaning of the labels in `timeline_text(timeline, width)`."""
+    schedule = timeline.schedule
     used = dict.fromkeys(p.kind for order in schedule.passes for p in order)
     kinds = ', '.join(f'{kind} {schedule.graph.kinds[kind].words}' for kind in used)
-    example = schedule.passes[0][0]
-    return f'{kinds}, · idle; {example} is {example.words}'
+    return '; '.join((f'{kinds}, · idle', *examples(timeline, width)))
 
 
 def shape(schedule: Schedule) -> dict:
@@ -84,7 +91,7 @@ def facts(case: Case, timeline: Timeline, against: str) -> dict:
         'idle_all_ranks': timeline.idle_all_ranks,
         'idle_parts': idle_parts(timeline, case.costs)._asdict(),
         'against': None if rival is None else {'name': name, 'makespan': rival},
-        'gain': None if not rival else 1 - taken / rival,
+        'gain': gain_of(taken, rival),
         'peak_activations': peak(case.schedule, case.costs),
         **({} if steady is None else _of_calls(steady)),
     }

@@ -68,7 +68,7 @@ class Settings:
         parts=(
             Option(
                 '--pipeline-schedule NAME',
-                'Name of the pipeline schedule, such as zb-v or zb-h1 (`zbpp list` prints all). '
+                'Name of the pipeline schedule, such as zb-v or zb-h1 (`zbpp list --all` has all). '
                 'auto measures some iterations, plans a schedule of one way for their times '
                 'beside the training, and switches to it.',
                 page='[the gallery](schedules.md)',
@@ -388,7 +388,7 @@ class Settings:
             return None if self.schedule == AUTO else find(self.schedule)
         if not isinstance(self.schedule, Schedule):
             raise ValueError(
-                f'schedule {self.schedule!r} is neither the name of one (zbpp list prints them), '
+                f'schedule {self.schedule!r} is neither the name of one (zbpp list --all), '
                 f'nor {AUTO!r}, nor a Schedule'
             )
         require_trained(self.schedule)

@@ -7,7 +7,7 @@ from statistics import median_low
 
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.render.colours import ink
-from megatron_zbpp.render.scene import Bar, lanes
+from megatron_zbpp.render.scene import Bar, Lane, lanes
 
 _IDLE = '·'
 
@@ -22,10 +22,8 @@ def timeline_text(timeline: Timeline, width: int = 100, colours: bool = False) -
         width: most characters in a line; 0 never cuts.
         colours: with ANSI colours, as in the other pictures.
     """
-    rows = lanes(timeline)
+    rows, scale, columns = _fitted(timeline, width)
     label = _gutter(timeline)
-    columns = _columns(timeline, width)
-    scale = _scale([row.bars for row in rows], timeline.makespan, columns)
     return '\n'.join(
         (row.label.ljust(label) + _line(row.bars, scale, columns, colours)).rstrip() for row in rows
     )
@@ -33,20 +31,38 @@ def timeline_text(timeline: Timeline, width: int = 100, colours: bool = False) -
 
 def time_shown(timeline: Timeline, width: int = 100) -> float:
     """Return how much of the makespan `timeline_text` shows in that width."""
-    columns = _columns(timeline, width)
-    scale = _scale([row.bars for row in lanes(timeline)], timeline.makespan, columns)
+    _, scale, columns = _fitted(timeline, width)
     needed = round(timeline.makespan * scale)
     return timeline.makespan if needed <= columns else columns / scale
+
+
+def examples(timeline: Timeline, width: int = 100) -> list[str]:
+    """Explain the labels that `timeline_text` draws in that width: one of each form, in words."""
+    rows, scale, columns = _fitted(timeline, width)
+    found: dict[str, str] = {}
+    for bar in (bar for row in rows for bar in row.bars):
+        p, first, last = bar.ran, round(bar.start * scale), round(bar.end * scale)
+        label = _label(bar, last - first) if last <= columns else ''
+        if label == str(p):
+            found.setdefault('stage', f'{label} is {p.words}')
+        elif label == f'{p.kind}{p.microbatch}':
+            found.setdefault('microbatch', f'{label} is {p.kind} microbatch {p.microbatch}')
+        elif label:
+            found.setdefault('letter', 'a letter alone: no room for numbers (--width 0 shows them)')
+            found |= {p.kind: f'{label} is {p.kind}'} if label != p.kind else {}
+    return [*found.values()]
+
+
+def _fitted(timeline: Timeline, width: int) -> tuple[list[Lane], float, int]:
+    """Return lanes, characters per unit of time, and characters that passes may take."""
+    rows = lanes(timeline)
+    columns = max(1, width - _gutter(timeline) - 1) if width else sys.maxsize
+    return rows, _scale([row.bars for row in rows], timeline.makespan, columns), columns
 
 
 def _gutter(timeline: Timeline) -> int:
     """Return characters before the first pass: `rank 12  `."""
     return max(len(row.label) for row in lanes(timeline)) + 2
-
-
-def _columns(timeline: Timeline, width: int) -> int:
-    """Return characters that passes may take."""
-    return max(1, width - _gutter(timeline) - 1) if width else sys.maxsize
 
 
 def _scale(rows: list[list[Bar]], makespan: float, columns: int) -> float:

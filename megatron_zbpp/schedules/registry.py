@@ -319,7 +319,7 @@ def find(name: str) -> Family:
     known = [each.name for each in families()]
     near = difflib.get_close_matches(_key(name), _NAMES, n=3)
     meant = ' or '.join(dict.fromkeys(repr(_NAMES[each]) for each in near))
-    hint = f'did you mean {meant}? zbpp list shows all' if near else f'known are {", ".join(known)}'
+    hint = f'did you mean {meant}? zbpp list --all' if near else f'known are {", ".join(known)}'
     raise ValueError(f'unknown schedule {name!r}: {hint}; one of your own is package.module:name')
 
 

@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from commands import run
@@ -175,6 +176,36 @@ def test_experts() -> None:
         job_of(read(f'{LINE} {EXPERTS} --moe-layer-freq [0,1]*4'))
 
 
+SHARDED = '--use-distributed-optimizer'
+RESHARDABLE = '--dist-ckpt-optim-fully-reshardable'
+# flags of the line, whether lines of another placement load and save, and what the note says
+CHECKPOINTS = [
+    ('', True, 'goes to all lines; where tp or pp differ'),
+    (f'{SHARDED} {RESHARDABLE}', True, f'all lines if it was saved with {RESHARDABLE}, too; where'),
+    (f'{SHARDED} --no-load-optim', True, 'goes to all lines; where tp or pp differ'),
+    (SHARDED, False, f'kept by rank: save it once with {RESHARDABLE}'),
+    ('--ckpt-format torch', False, '--ckpt-format torch keeps files by rank: convert it'),
+    (f'--ckpt-format=torch {SHARDED} {RESHARDABLE}', False, 'torch keeps files by rank'),
+]
+
+
+@pytest.mark.parametrize(('words', 'goes', 'told'), CHECKPOINTS)
+def test_checkpoints_go_where_megatron_takes_them(words: str, goes: bool, told: str) -> None:
+    """Elsewhere a line neither loads nor, from scratch then, saves over them; a note says why."""
+    line = read(f'{LINE} --load old --save=new --save-interval 9 {words}')
+    job = job_of(line)
+    own = line.own(job)
+    (note,) = line.checkpoint_notes()
+    assert told in note
+    others = [replace(own, tp=1), replace(own, pp=4), replace(own, schedule='zb-v', chunks=2)]
+    for setup in (own, replace(own, schedule='zb-h1'), *others):
+        made = line.line_of(job, setup)
+        kept = goes or setup not in others
+        assert ('--load' in made, '--save=new' in made, 'old' in made) == (kept,) * 3, setup
+        assert '--save-interval' in made
+    assert not read(f'{LINE} {words}').checkpoint_notes()
+
+
 def asked(words: str, *more: str, rates: str = RATES) -> list[str]:
     given = ['advise', '--gpus', '8', '--memory', '5GiB', *more, *rates.split()]
     return [*given, '--', *words.split()]
@@ -286,3 +317,61 @@ def test_measured_layers(tmp_path, capsys) -> None:
     file.write_text(Layers(layers_of(shape).layers[1:]).to_json())
     assert main([*words, '--layers-file', str(file), '--', *LINE.split()]) == 2
     assert '--layers-file has 9 layers, the launch line 8 and' in capsys.readouterr().err
+
+
+def doctored(capsys, words: list[str], *rates: str) -> dict[str, Any]:
+    code = main(['doctor', '--json', *rates, '--', *words])
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0 or found['missing_script'], found
+    return found['launch_line']
+
+
+@pytest.mark.parametrize('machine', ['', '--within 0.01', '--gpus-per-node 2 --between 0.1'])
+def test_doctor_and_advise_agree(machine: str, capsys) -> None:
+    """Gain, time and memory of each advised line, and of the line itself, are the same in both."""
+    rates = [*RATES.split(), *machine.split()]
+    few = ('--schedules', '1f1b,zb-h1,zb-v,v-half', '--pp', '2', '--tp', '2', '--micro-batch', '1')
+    assert main(asked(LINE, *few, '--json', rates=' '.join(rates))) == 0
+    made = json.loads(capsys.readouterr().out)
+    rows = [row for row in made['best'] if row['recompute'] == 'none']
+    assert len({row['gain'] for row in rows}) >= 3
+    for row in [made['against'], *rows]:
+        found = doctored(capsys, shlex.split(row['launch_line']), *rates)['predicted']
+        assert found['nbytes'] == row['bytes'] and found['seconds'] == row['seconds']
+        assert 1 - found['seconds'] / found['rival'] == row['gain']
+        assert all(
+            0 < own < most for own, most in zip(found['fixed'], found['nbytes'], strict=True)
+        )
+        main(['doctor', *rates, '--', *shlex.split(row['launch_line'])])
+        text = capsys.readouterr().out
+        more = 'more' if row['gain'] < 0 else 'less'
+        gain = f'predicted: {row["seconds"]:.4g} s an iteration, {abs(row["gain"]):.1%} {more} time'
+        assert gain in text and f'{max(row["bytes"]) / 2**30:.1f} GiB on the fullest' in text
+        others = text.replace(gain, '').count('time than')
+        assert others == ('--pipeline-schedule' not in row['launch_line']) * 2, 'one gain of a line'
+
+
+@pytest.mark.parametrize(
+    ('words', 'rates', 'told'),
+    [
+        ('', '', 'it has no --vocab-size: give --vocab'),
+        ('--pipeline-schedule zb-v --pipeline-slices 2', RATES, 'leave out --pipeline-slices 2'),
+        ('--pipeline-schedule po --pipeline-offload half', RATES, 'leave out --pipeline-offload'),
+        ('--pipeline-schedule chimera', RATES, 'chimera is not among what advise weighs'),
+        ('--pipeline-schedule auto', RATES, '--pipeline-schedule auto is no schedule by name'),
+    ],
+)
+def test_memory_that_is_not_predicted(words: str, rates: str, told: str, capsys) -> None:
+    """The reason is said, and no number is."""
+    found = doctored(capsys, f'{LINE} {words}'.split(), *rates.split())['predicted']
+    assert not found['nbytes'] and found['seconds'] is None
+    (note,) = found['notes']
+    assert note.startswith('memory in GiB is not predicted: ') and told in note
+
+
+def test_memory_without_rates(capsys) -> None:
+    """Bytes need the model's shape alone, not its times."""
+    line = f'{LINE} --pipeline-schedule zb-v'.split()
+    plain = doctored(capsys, line, '--vocab', '128')['predicted']
+    timed = doctored(capsys, line, *RATES.split())['predicted']
+    assert plain['nbytes'] == timed['nbytes'] and plain['seconds'] is None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
+from megatron_zbpp.analysis.gain import RIVAL, gain_text
 from megatron_zbpp.ir.layout import layers_per_stage
 from megatron_zbpp.mcore import layout, refusals
 from megatron_zbpp.mcore.command_line import launch_line, sizes
@@ -18,9 +20,9 @@ from megatron_zbpp.mcore.command_line.messages import flag
 from megatron_zbpp.mcore.command_line.parsing import without
 from megatron_zbpp.mcore.settings import AUTO
 from megatron_zbpp.partitioning.advise.flags import REPLACED, SWITCHES, flags_of, processes
-from megatron_zbpp.partitioning.advise.job import NONE, SELECTIVE, STOCK, Job, Setup
+from megatron_zbpp.partitioning.advise.job import JOB_SIZES, NONE, SELECTIVE, STOCK, Job, Setup
 from megatron_zbpp.partitioning.advise.layer_costs import modules_again
-from megatron_zbpp.partitioning.advise.prediction import placement_of
+from megatron_zbpp.partitioning.advise.prediction import placement_of, predict, stages_of
 from megatron_zbpp.partitioning.shapes import Shape
 from megatron_zbpp.schedules import find
 
@@ -41,6 +43,93 @@ _LATENT = {
     'head_dim': 'qk_head_dim',
 }
 _OWN_FILE = 'pipeline_schedule_file'
+_FOLDERS = '--load', '--save'
+_RESHARDABLE = '--dist-ckpt-optim-fully-reshardable'
+
+
+_OFFERED = ('zb-h1', 'zb-v')  # schedules that a line with one of Megatron's own is told of
+# Our flags that change the memory of activations or the times of passes.
+_CHANGING = ('offload', 'recompute', 'slices', 'vocab_parallel', 'freeze')
+
+
+@dataclass(frozen=True)
+class LinePrediction:
+    """An iteration of a launch line as `zbpp advise` predicts it.
+
+    Attributes:
+        nbytes: most that each pipeline rank holds, CUDA context, NCCL and fragments left out.
+        fixed: those of them for weights, gradients and optimizer state.
+        seconds: of an iteration; None: without rates of the machine.
+        rival: seconds of 1f1b with the same sizes; None: there is none.
+        notes: what the prediction leaves out, or why there is none.
+    """
+
+    nbytes: tuple[float, ...] = ()
+    fixed: tuple[float, ...] = ()
+    seconds: float | None = None
+    rival: float | None = None
+    notes: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """Return time and memory for people."""
+        found: list[str] = []
+        if self.seconds is not None:
+            gain = gain_text(self.seconds, self.rival, RIVAL)
+            found.append(f'predicted: {self.seconds:.4g} s an iteration{gain}')
+        if self.nbytes:
+            most, fixed = max(zip(self.nbytes, self.fixed, strict=True))
+            every = ' '.join(f'{own / 2**30:.1f}' for own in self.nbytes)
+            found.append(
+                f'predicted memory: {most / 2**30:.1f} GiB on the fullest rank, '
+                f'{fixed / 2**30:.1f} of weights, gradients and optimizer state, '
+                f'{(most - fixed) / 2**30:.1f} of activations; pipeline ranks: {every}'
+            )
+        return found
+
+    @classmethod
+    def of(cls, read: LaunchLine, rates: Mapping[str, Any]) -> LinePrediction:
+        """Predict the iteration of a launch line.
+
+        Args:
+            read: its arguments, as they were given.
+            rates: `tflops`, `bandwidth`, `vocab`, and fields of `Job`; None where not known.
+        """
+        line, tflops = AdvisedLine((), None, read.words, read), rates.get('tflops')
+        machine = {name: rates[name] for name in rates if name in JOB_SIZES}
+        gpus = read.world_size
+        try:
+            sizes.require_plain(read.args)
+            shape = line.shape(tflops or 1.0, rates.get('bandwidth') or 0.0, rates.get('vocab'))
+            job = Job(shape, gpus=gpus, memory=inf, **line.sizes(gpus), **machine)
+            own = line.own(job)
+            line.require_known(own)
+            made, stages = predict(job, own), stages_of(job, own)
+        except ValueError as error:
+            reason = str(error).removeprefix('launch line: ')
+            return cls(notes=(f'memory in GiB is not predicted: {reason}',))
+        notes = [f'predictions: {each}' for each in line.unlike(job) if each != read.lacks]
+        seconds = rival = None
+        if tflops is not None:
+            seconds, rival = made.seconds, _seconds(job, own, RIVAL)
+            ours = {name: _seconds(job, own, name) for name in _OFFERED}
+            gains = [
+                name + gain_text(each, seconds, 'this line') for name, each in ours.items() if each
+            ]
+            notes += (
+                [f'predicted: --pipeline-schedule {"; ".join(gains)}']
+                if own.schedule in STOCK and gains
+                else []
+            )
+        return cls(made.nbytes, stages.fixed, seconds, rival, tuple(notes))
+
+
+def _seconds(job: Job, own: Setup, name: str) -> float | None:
+    """Return the iteration of a setup by another schedule; None: its layers do not divide so."""
+    other = replace(own, schedule=name, chunks=find(name).default_chunks, layers=())
+    try:
+        return predict(job, other).seconds
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -200,6 +289,15 @@ class AdvisedLine:
             raise ValueError(f'launch line: {problem}: change it, or --gpus')
         return setup if pp == 1 else _with_layers(setup, args)
 
+    def require_known(self, own: Setup) -> None:
+        """Raise ValueError where a prediction would leave out what changes memory or times."""
+        family = find(own.schedule)
+        if family.num_routes > 1 or family.default_slices > 1 or family.asynchronous:
+            raise ValueError(f'--pipeline-schedule {family.name} is not among what advise weighs')
+        for name in _CHANGING:
+            if (value := getattr(self.args, f'pipeline_{name}', None)) is not None:
+                raise ValueError(f'predictions leave out {flag(f"pipeline_{name}")} {value}')
+
     def unlike(self, job: Job) -> list[str]:
         """Return what the line has that predictions leave out."""
         args, found = self.args, [self.line.lacks] if self.line.lacks else []
@@ -224,8 +322,41 @@ class AdvisedLine:
             launcher = [*(launcher or ['python']), '-m', LAUNCHER]
         valued = [*REPLACED, *(each.name[2:] for each in FLAGS if each.unit)]
         switches = [*SWITCHES, *(each.name for each in FLAGS if not each.unit)]
+        if self._kept_by_rank() and self._folders and _ranks_of(setup) != _ranks_of(self.own(job)):
+            valued += [folder[2:] for folder in _FOLDERS]
         kept = without(self.flags, valued, switches)
         return [*launcher, *filter(None, [self.script]), *kept, *flags_of(job, setup)]
+
+    @property
+    def _folders(self) -> list[str]:
+        return [each for each in _FOLDERS if value_of(self.flags, each) is not None]
+
+    def checkpoint_notes(self) -> list[str]:
+        """Return where checkpoints of the line go, if it names folders of them."""
+        if self._folders and (reason := self._kept_by_rank()):
+            where = 'lines with another tp, ep or placement of stages'
+            return [f'{where} are without {" and ".join(self._folders)}: {reason}']
+        if '--load' not in self._folders:
+            return []
+        saved = f' if it was saved with {_RESHARDABLE}, too' * (_RESHARDABLE in self.flags)
+        return [
+            f'the checkpoint of --load goes to all lines{saved}; where tp or pp differ, Megatron '
+            'leaves out its random states'
+        ]
+
+    def _kept_by_rank(self) -> str:
+        """Return why checkpoints fit the ranks that saved them alone, and the cure; empty: no."""
+        found = value_of(self.flags, '--ckpt-format') or 'torch_dist'
+        if found != 'torch_dist':
+            cure = 'convert it (docs/exactness.md), or train from scratch'
+            return f'--ckpt-format {found} keeps files by rank: {cure}'
+        sharded = self._on('use_distributed_optimizer') or self._on(
+            'use_layer_wise_distributed_optimizer'
+        )
+        if not sharded or {_RESHARDABLE, '--no-load-optim', '--finetune'} & {*self.flags}:
+            return ''
+        cure = f'save it once with {_RESHARDABLE}, or load with --no-load-optim'
+        return f"the distributed optimizer's state is kept by rank: {cure}"
 
     def _size(self, name: str) -> int:
         found = getattr(self.args, name, None) or value_of(self.flags, flag(name))
@@ -240,6 +371,11 @@ class AdvisedLine:
         local = getattr(self.args, 'transformer_impl', None) == 'local'
         plain = str(getattr(backend, 'name', backend)) in ('unfused', 'local')
         return not (plain or (local and not self._on('use_flash_attn')))
+
+
+def _ranks_of(setup: Setup) -> tuple[Any, ...]:
+    """Return which layers each rank holds, and their shards."""
+    return setup.tp, setup.ep, placement_of(setup), setup.layers
 
 
 def _with_layers(setup: Setup, args: Namespace) -> Setup:

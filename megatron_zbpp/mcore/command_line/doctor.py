@@ -7,7 +7,7 @@ import importlib.util
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -73,6 +73,7 @@ def examine(
     words: Sequence[str] = (),
     gpus: int | None = None,
     now: Callable[[str], None] = lambda text: None,
+    rates: Mapping[str, Any] = {},
 ) -> Report:
     """Look at the installation, and at a launch line if there is one.
 
@@ -80,6 +81,7 @@ def examine(
         words: of the launch line: see `launch_line.read`.
         gpus: processes of the job.
         now: told what is looked at.
+        rates: of the machine, see `LinePrediction.of`.
 
     Raises:
         ValueError: the launch line makes no sense.
@@ -94,7 +96,7 @@ def examine(
             from megatron_zbpp.mcore.command_line import launch_line
             from megatron_zbpp.mcore.command_line.dry_run import dry_run_of
 
-            dry_run = dry_run_of(launch_line.read(words, gpus))
+            dry_run = dry_run_of(launch_line.read(words, gpus), rates)
             script = launch_line.divided(words)[1]
             missing = script if script and not Path(script).is_file() else ''
         now('looking for what the patches replace ...')

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from argparse import Namespace
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_zbpp.analysis.gain import RIVAL, gain_text, makespan_of, megatron_refuses
@@ -17,6 +19,7 @@ from megatron_zbpp.ir.layout import layers_per_stage
 from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.mcore import layout, preflight, refusals, replicas, superseded
 from megatron_zbpp.mcore.command_line import flags, plan_layout, sizes
+from megatron_zbpp.mcore.command_line.advise import LinePrediction
 from megatron_zbpp.mcore.command_line.arguments import lacks_compiler
 from megatron_zbpp.mcore.command_line.launch_line import LaunchLine
 from megatron_zbpp.mcore.command_line.layer_memory import LayerMemory, layer_memory
@@ -97,6 +100,7 @@ class DryRun:
         layer: what a dense layer holds; None: they are not dense, or of unknown size.
         refused: what does not work, why, and what to do.
         notes: what else to know.
+        predicted: time and memory as `zbpp advise` predicts them; None: it is refused.
     """
 
     parallel: dict[str, int]
@@ -108,6 +112,7 @@ class DryRun:
     layer: LayerMemory | None = None
     refused: tuple[refusals.Refusal, ...] = ()
     notes: tuple[str, ...] = ()
+    predicted: LinePrediction | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
@@ -123,11 +128,13 @@ class DryRun:
         """Return it for people."""
         sizes = ', '.join(f'{name} {size}' for name, size in self.parallel.items())
         own = "Megatron's own"
+        predicted = self.predicted or LinePrediction()
         found = [f'refused: {refusal}' for refusal in self.refused]
         found += [f'schedule: {self.schedule or own}', f'parallel: {sizes}']
         of_layers = ' on a mean rank, by layers' if len({*self.layers}) > 1 else ''
         for each in self.iterations:
-            gained = gain_text(each.makespan, each.rival, RIVAL + each.in_shards * WHOLE)
+            rival = None if predicted.seconds else each.rival  # one line has one gain
+            gained = gain_text(each.makespan, rival, RIVAL + each.in_shards * WHOLE)
             times = 'costs of the plan' if each.planned else f'F = B = W = 1{of_layers}'
             times += f', shards {USUAL_SHARE}' * (each.in_shards and not each.planned)
             found.append(
@@ -137,7 +144,7 @@ class DryRun:
                 f'{max(each.peaks):g}'
             )
         found += [MEANING] if self.iterations else []
-        found += [] if self.layer is None else [str(self.layer)]
+        found += [*predicted.lines(), *([] if self.layer is None else [str(self.layer)])]
         if self.schedule is not None:
             found.append(f'placement: {self.placement}; layers of each stage by pipeline rank:')
             for rank, stages in enumerate(self.stages):
@@ -145,11 +152,11 @@ class DryRun:
                     f'stage {s}' + (f': {self.layers[s]}' if self.layers else '') for s in stages
                 ]
                 found.append(f'  rank {rank}: {", ".join(held)}')
-        return found + [f'note: {note}' for note in self.notes]
+        return found + [f'note: {note}' for note in (*self.notes, *predicted.notes)]
 
 
 @renaming(by_flags)
-def dry_run_of(line: LaunchLine) -> DryRun:
+def dry_run_of(line: LaunchLine, rates: Mapping[str, Any] = {}) -> DryRun:
     """Return what the launch line would run.
 
     Raises:
@@ -163,14 +170,17 @@ def dry_run_of(line: LaunchLine) -> DryRun:
         notes.append(f'no flags of Megatron, unless the script adds them: {words}')
     args = line.args
     require_possible(args)
+    as_given = replace(line, args=copy.copy(args))  # layers are placed in the others
     given = flags.read(args)
     parallel = _parallel(line)
     if given is None or parallel['pipeline'] == 1:
         if given is not None:
             plan_layout.require_values(given)
-        others = [_NO_PIPELINE] if given is not None else [_NO_SCHEDULE, *_others(line, parallel)]
+        predicted = LinePrediction.of(line, rates)
+        others = [] if predicted.seconds else _others(line, parallel)
+        others = [_NO_PIPELINE] if given is not None else [_NO_SCHEDULE, *others]
         others += filter(None, [require_sizes(line)])
-        return DryRun(parallel, notes=(*notes, *others))
+        return DryRun(parallel, notes=(*notes, *others), predicted=predicted)
     sizes.require_plain(args)
     machine = {'on_cpu': line.on_cpu, 'with_te': not te.missing()}
     settings, _ = plan_layout.settings_of(args, given, machine)
@@ -208,6 +218,7 @@ def dry_run_of(line: LaunchLine) -> DryRun:
         layer_memory(args),
         refused,
         tuple(notes),
+        None if refused else LinePrediction.of(as_given, rates),
     )
 
 

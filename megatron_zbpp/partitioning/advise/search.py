@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,10 +15,17 @@ SCHEDULES = (
     *('1f1b', 'interleaved', 'zb-h1', 'zb-h2', 'zb-v', 'zb-interleaved'),
     *('v-half', 'v-min', 'po-h', 'po-f'),
 )
+# Options that hold a size of all setups, by the field of `Setup`.
+HELD = {
+    'pp': '--pp',
+    'tp': '--tp',
+    'chunks': '--vpp',
+    'ep': '--ep',
+    'micro_batch': '--micro-batch',
+}
 # Schedules that hold less than another one and idle more: weighed where that one does not fit.
 _SPARING: dict[str, str] = dict.fromkeys(('v-half', 'v-min', 'po-h', 'po-f'), 'zb-v')
-_CHUNKS = (2, 3, 4, 5, 6, 8)
-_MICRO_BATCHES = (1, 2, 4, 8, 16)
+_TRIED = {'chunks': (2, 3, 4, 5, 6, 8), 'micro_batch': (1, 2, 4, 8, 16)}
 
 
 class Advice(NamedTuple):
@@ -51,6 +58,7 @@ def advise(
     own: Setup | None = None,
     count: int = 10,
     done: Callable[[float], None] = lambda share: None,
+    held: Mapping[str, int] = {},
 ) -> Advice:
     """Return the `count` fastest setups that fit.
 
@@ -60,16 +68,18 @@ def advise(
         own: the setup of the launch line, which is weighed beside all others.
         count: of setups.
         done: is told the share that is weighed, from 0 to 1.
+        held: sizes of a `Setup` that all setups have, by the names of its fields.
 
     Raises:
         ValueError: no setup is possible, whatever memory there is; or `own` is not.
     """
     kept = None if own is None else predict(job, own)
-    setups = list(setups_of(job, schedules))
-    setups += [own] if own is not None and own not in setups else []
+    setups = list(setups_of(job, schedules, held))
+    if own is not None and own not in setups and _has(own, held):
+        setups.append(own)
     found = [each for each in (_candidate(job, setup) for setup in setups) if each]
     if not found:
-        raise ValueError(_nothing_possible(job))
+        raise ValueError(_nothing_possible(job, held))
     fit = [each for each in found if each.stages.least <= job.room]
     search = _Search(job, count, {} if own is None or kept is None else {own: kept})
     for sparing in (False, True):
@@ -121,23 +131,33 @@ class _Search:
         return made is not None and max(made.nbytes) <= self.job.room
 
 
-def setups_of(job: Job, schedules: Iterable[str]) -> Iterator[Setup]:
-    """Yield all setups that the GPUs, the batch and the model divide into."""
+def _has(setup: Setup, held: Mapping[str, int]) -> bool:
+    return all(getattr(setup, name) == size for name, size in held.items())
+
+
+def setups_of(job: Job, schedules: Iterable[str], held: Mapping[str, int] = {}) -> Iterator[Setup]:
+    """Yield all setups with the `held` sizes that the GPUs, the batch and the model divide into."""
+    tried = {name: [held[name]] if name in held else [*few] for name, few in _TRIED.items()}
     shape, names = job.shape, [find(name) for name in dict.fromkeys(schedules)]
     for tp, ep, pp in _sizes(job):
         runs = [('1f1b', 1)] if pp == 1 else []
         for family in names if pp > 1 else ():
             free = 'num_chunks' in family.options
-            chunks = [v for v in _CHUNKS if v in family.chunks] if free else [family.default_chunks]
+            chunks = (
+                [v for v in tried['chunks'] if v in family.chunks]
+                if free
+                else [family.default_chunks]
+            )
             runs += [(family.name, v) for v in chunks if pp >= family.min_ranks]
         for (name, v), micro, saving in (
             (run, micro, saving)
             for run in runs
-            for micro in _MICRO_BATCHES
+            for micro in tried['micro_batch']
             for saving in savings(shape)
         ):
             setup = Setup(tp, pp, v, ep, micro, name, saving, tp > 1)
-            if pp * v <= shape.layers + sum(job.ends) and not job.why_impossible(setup):
+            room = pp * v <= shape.layers + sum(job.ends)
+            if room and _has(setup, held) and not job.why_impossible(setup):
                 yield setup
 
 
@@ -191,11 +211,13 @@ def _least(job: Job, found: Sequence[_Candidate]) -> Prediction | None:
     return best
 
 
-def _nothing_possible(job: Job) -> str:
+def _nothing_possible(job: Job, held: Mapping[str, int]) -> str:
     shape = job.shape
+    kept = ', '.join(f'{HELD[name]} {size}' for name, size in held.items())
     return (
         f'{job.gpus} GPUs, a batch of {job.global_batch} and {shape.layers} layers do not divide '
-        'into any setup: give --gpus, --global-batch-size or --num-layers that divide by more'
+        f'into any setup{kept and f" with {kept}"}: give --gpus, --global-batch-size or '
+        f'--num-layers that divide by more{kept and ", or other sizes, or --schedules"}'
     )
 
 

@@ -144,7 +144,7 @@ def _costs(name: str) -> object:
 
 PROGRAMS = {
     'no name': row(
-        settings(schedule=5), 'the name of one (zbpp list prints them)', settings(schedule='zb-v')
+        settings(schedule=5), 'the name of one (zbpp list --all)', settings(schedule='zb-v')
     ),
     'a file as a name': row(
         settings(schedule='zb-v.json'),

@@ -21,6 +21,15 @@ MODEL = Shape('gpt', 16, 4096, 32, 51200, 2048, 245.0, bandwidth=2039.0)
 MACHINES = {'alone': (1, 20), 'a node': (8, 40)}
 
 
+HELD = {
+    '--pp': ('pp', 2),
+    '--tp': ('tp', 2),
+    '--vpp': ('vpp', 7),
+    '--micro-batch': ('micro_batch', 4),
+    '--cp': ('cp', 2),
+}
+
+
 def printed(capsys: pytest.CaptureFixture, machine: str, *more: str) -> str:
     node, gib = MACHINES[machine]
     words = f'advise --gpus 8 --memory {gib}GiB --gpus-per-node {node} {RATES} {SHAPE}'.split()
@@ -72,3 +81,27 @@ def test_text_has_the_same_figures(
         low, high = (f'{row[name]:.4g}' for name in ('seconds_from', 'seconds_to'))
         told = f'{number}: {row["seconds"]:.4g} s, probably {low} to {high}; GiB of each pipeline '
         assert f'{told}rank: {" ".join(gib)}' in ' '.join(text.split())
+
+
+@pytest.mark.parametrize('flag', HELD)
+def test_held_sizes(capsys: pytest.CaptureFixture, flag: str) -> None:
+    """All setups have them, the best of stock's included, and the lines say so."""
+    name, size = HELD[flag]
+    more = ['--num-layers', '14', '--schedules', '1f1b,zb-v,zb-interleaved', '--count', '20']
+    free = json.loads(printed(capsys, 'a node', '--json', *more))
+    made = json.loads(printed(capsys, 'a node', '--json', *more, flag, str(size)))
+    assert {row[name] for row in made['best']} == {size} != {row[name] for row in free['best']}
+    assert made['against'][name] == size or name == 'vpp'
+    asked = {
+        'pp': 'pipeline-model-parallel',
+        'tp': 'tensor-model-parallel',
+        'cp': 'context-parallel',
+    }
+    if name in asked:
+        assert all(f'--{asked[name]}-size {size}' in row['launch_line'] for row in made['best'])
+
+
+def test_held_sizes_that_divide_nothing(capsys: pytest.CaptureFixture) -> None:
+    words = f'advise --gpus 8 --memory 40GiB --pp 3 --tp 2 {RATES} {SHAPE}'.split()
+    assert main(words) == 2
+    assert 'into any setup with --pp 3, --tp 2: give' in capsys.readouterr().err

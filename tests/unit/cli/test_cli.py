@@ -15,6 +15,7 @@ import threading
 import time
 from pathlib import Path
 
+import pages
 import pytest
 from paths import ROOT
 from zero_bubble import TABLE_5, paper_costs
@@ -23,6 +24,7 @@ from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.cli import main, printing, searching
+from megatron_zbpp.cli.parser import _COMMANDS
 from megatron_zbpp.ir import formats
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.formats import load, to_torch_csv
@@ -89,7 +91,7 @@ def test_list_names_every_schedule(zbpp) -> None:
     assert [entry['name'] for entry in listed] == [family.name for family in every]
     assert {*names(), 'seq1f1b', 'seq-zb-v'} < {family.name for family in every}
     assert listed[0].keys() >= {'aliases', 'summary', 'bubble', 'memory', 'source'}
-    text = ' '.join(zbpp('list').split())
+    text = ' '.join(zbpp('list', '--all').split())
     assert all(family.summary in text for family in every)
 
 
@@ -108,7 +110,7 @@ def test_list_tells_gains_of_a_size(zbpp) -> None:
     without = {name: each['without'] for name, each in asked.items() if each['without']}
     assert without == {each['name']: each['reason'] for each in compared['skipped']}
     assert without and {name for name, each in asked.items() if each['gain'] is None} == {*without}
-    text = ' '.join(zbpp('list', *small).split())
+    text = ' '.join(zbpp('list', '--all', *small).split())
     assert f'no gain: {without["chimera"]}; Chimera' in text
     assert f'm >= 2p-1); peak memory p gain {found["zb-v"]:.1%}; ' in text
     said = 'gain: time saved against interleaved; p = 3, m = 5, F, B, W = 1, 1, 1; simulated'
@@ -116,6 +118,39 @@ def test_list_tells_gains_of_a_size(zbpp) -> None:
     heads, *rows = csv.reader(zbpp('list', *small, '--table', 'csv').splitlines())
     at = heads.index('gain, p = 3, m = 5')
     assert {row[0]: row[at] for row in rows}['zb-v'] == f'{found["zb-v"]:.1%}'
+
+
+def test_list_begins_with_what_most_take(zbpp, capsys) -> None:
+    """On one screen; `--all`, `--json` and `--table` have every one."""
+    every, few = own_families(every=True), zbpp('list').splitlines()
+    named = [line.split()[0] for line in few if not line.startswith((' ', 'gain:', 'and '))]
+    assert len(few) <= 45 and len(named) == 8
+    assert {*named} <= _chosen()
+    assert f'and {len(every) - 8} more: zbpp list --all' in few
+    text = ' '.join(zbpp('list', '--all').split())
+    assert all(family.summary in text for family in every) and ' more: ' not in text
+    assert len(zbpp('list', '--table', 'csv').splitlines()) == len(every) + 1
+
+
+def _chosen() -> set[str]:
+    """Names in the README's table of which schedule when, or Megatron's own."""
+    table = pages.README.read_text().partition('## Which schedule when')[2].partition('## ')[0]
+    return {*re.findall(r'`([\w-]+)`', table), '1f1b', 'interleaved'}
+
+
+@pytest.mark.parametrize('width', [40, 80, 120, 0])
+@pytest.mark.parametrize('name', ['1f1b', 'zb-v', 'seq-zb-v', 'po'])
+def test_the_legend_has_what_the_drawing_has(zbpp, name: str, width: int) -> None:
+    """Each form of label: with its stage, with its microbatch, or a letter."""
+    text = zbpp('show', '--schedule', name, *ZB_V[2:], '--width', width)
+    drawn = ''.join(re.findall(r'^(?:rank \d+|copies) (.*)', text, re.M))
+    legend = ' '.join(text.partition('· idle; ')[2].partition('makespan')[0].split())
+    examples = re.findall(r'(\S+) is [A-Z]+ (stage|microbatch)', legend)
+    assert all(label in drawn for label, _ in examples), (legend, drawn)
+    labels = re.findall(r'(\d*)[A-Z]+(\d*)', drawn.replace('…', ''))
+    forms = {'stage' if stage else 'microbatch' if m else 'letter' for stage, m in labels}
+    told = {form for _, form in examples} | ({'letter'} if 'a letter alone' in legend else set())
+    assert told == forms, (legend, drawn)
 
 
 def test_simulate_gives_the_simulators_numbers(zbpp) -> None:
@@ -137,7 +172,7 @@ def test_two_ways_hold_copies_of_the_weights(zbpp, tmp_path) -> None:
     sizes, said = ('--pp', 4, '--microbatches', 8), 'copies of the weights'
     listed = {entry['name']: entry['copies'] for entry in zbpp('list', '--json')['schedules']}
     assert (listed['chimera'], listed['zb-v']) == (2, 1)
-    text = ' '.join(zbpp('list').split())
+    text = ' '.join(zbpp('list', '--all').split())
     assert text.count(f'2 {said}') == sum(copies == 2 for copies in listed.values()) > 6
     named = zbpp('simulate', '--schedule', 'chimera', *sizes, '--json')
     assert (named['copies'], named['makespan'], max(named['peak_activations'])) == (2, 30, 4)
@@ -438,7 +473,7 @@ def test_convert_as_the_name_says(zbpp, tmp_path: Path, name: str, to: str) -> N
 
 
 def test_show_says_what_letters_mean(zbpp) -> None:
-    text = ' '.join(zbpp('show', *ZB_V).split())
+    text = ' '.join(zbpp('show', *ZB_V, '--width', 0).split())
     said = 'F forward, B input gradient, W weight gradient, · idle; 0F0 is F stage 0 microbatch 0'
     assert said in text
 
@@ -622,13 +657,14 @@ def test_notes_go_to_stderr(capsys: pytest.CaptureFixture, tmp_path: Path) -> No
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture) -> None:
-    for argv in ([], ['simulate'], ['plan'], ['convert']):
+    for argv in ([], *([name] for name, *_ in _COMMANDS)):
         with pytest.raises(SystemExit) as stop:
             main([*argv, '--help'])
         assert stop.value.code == 0
         text = capsys.readouterr().out
         assert f'zbpp {" ".join(argv)}' in text.split('examples:')[1]
-        assert ('Times are of one full rank' in text) == bool(argv), 'where there are times'
+        timed = {*argv} & {'simulate', 'plan', 'convert', 'show', 'compare', 'bubbles', 'freeze'}
+        assert ('Times are of one full rank' in text) == bool(timed), 'where there are times'
 
 
 def test_needs_neither_torch_nor_matplotlib() -> None:
@@ -670,9 +706,19 @@ def test_a_plan_has_the_fields_that_are_taken(zbpp) -> None:
 
 
 def test_without_a_command(capsys: pytest.CaptureFixture) -> None:
-    """It teaches."""
+    """What a newcomer needs comes first, and examples are few."""
     assert main([]) == 0
-    assert 'zbpp plan --pp 8' in capsys.readouterr().out
+    text = capsys.readouterr().out
+    listed = re.findall(r'^    (\w+)  ', text, re.M)
+    assert listed == [name for name, *_ in _COMMANDS] and listed[:3] == [
+        'doctor',
+        'bench',
+        'advise',
+    ]
+    headings = re.findall(r'^  (\w[\w, ]+):$', text, re.M)
+    assert headings[0] == 'your training job' and len(headings) == 4
+    assert 3 <= len(re.findall('^  zbpp ', text, re.M)) <= 6
+    assert 'zbpp COMMAND --help' in text
     with pytest.raises(SystemExit, match='0'):
         main(['--version'])
     assert capsys.readouterr().out.startswith('zbpp 0.')
