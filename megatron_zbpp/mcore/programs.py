@@ -414,7 +414,9 @@ class Programs:
             schedule = self.schedule(num_ranks, num_microbatches)
         calls, endless = None, self.asynchronous
         if forward_only:
-            schedule = schedule.forward_only()
+            from megatron_zbpp.analysis.evaluation import evaluation
+
+            schedule = evaluation(schedule)
         elif endless and not size.draining:
             from megatron_zbpp.techniques.updates.calls import calls_of
 

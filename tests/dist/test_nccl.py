@@ -13,6 +13,7 @@ from stages import ROWS, WIDTH, LinearStage, reference, uneven
 
 from devtools import nccl
 from megatron_zbpp.analysis.deadlock import DeadlockError, Rule, prove
+from megatron_zbpp.analysis.evaluation import evaluation
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.posting import BY_TAKER, EARLY, LATE, LATEST
 from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
@@ -123,7 +124,7 @@ class Pipeline:
     def evaluate(self):
         """Losses by stage, of forwards only."""
         receives = BY_TAKER if self.varying else LATE
-        executor = self.executor(lower(self.schedule.forward_only(), receives)[self.rank])
+        executor = self.executor(lower(evaluation(self.schedule), receives)[self.rank])
         with torch.no_grad():
             executor.run()
         return {s: stage.losses for s, stage in self.stages.items()}

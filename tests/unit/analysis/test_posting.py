@@ -9,6 +9,7 @@ from paths import ROOT
 from programs import Timing, awaited_early, in_flight, posted_later, spinning
 
 from megatron_zbpp.analysis.deadlock import DeadlockError, prove
+from megatron_zbpp.analysis.evaluation import evaluation
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.posting import BY_TAKER, EARLY, LATE, LATEST, RECEIVES
 from megatron_zbpp.ir import Pass
@@ -108,6 +109,12 @@ def test_shapes_are_awaited_by_the_pass_that_takes_the_message(name):
         if receive.consumer.kind == 'F':
             with pytest.raises(DeadlockError):
                 prove(later)
+
+
+def test_an_evaluation_waits_for_what_it_takes():
+    for name in WAITS:
+        programs = lower(evaluation(build(name, 4, 16)), BY_TAKER)
+        assert awaited_early(programs)[0] == (2 if name in ('zb-v', 'dualpipe-v') else 0)
 
 
 def test_an_unknown_time_is_refused():
