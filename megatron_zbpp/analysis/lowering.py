@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron_zbpp.analysis import collector, departures
 from megatron_zbpp.analysis.deadlock import prove
-from megatron_zbpp.analysis.posting import EARLY, LATE, LATEST, Posting, Postponed
+from megatron_zbpp.analysis.posting import BY_TAKER, EARLY, LATE, LATEST, Posting, Postponed
 from megatron_zbpp.analysis.program import (
     Begin,
     Exchange,
@@ -55,8 +55,9 @@ def lower(schedule: Schedule, receives: str = LATE) -> tuple[Program, ...]:
 
     Args:
         schedule: a complete schedule (`check` tells).
-        receives: when they are posted: one of `posting.RECEIVES`. Those of two ways are the latest:
-            with one open, a rank could not meet the other that holds its stage behind a pass.
+        receives: when they are posted: one of `posting.RECEIVES`, or `BY_TAKER` where shapes vary.
+            Those of two ways are the latest: with one open, a rank could not meet the other that
+            holds its stage behind a pass.
 
     Raises:
         ScheduleError: passes wait for each other across ranks.
@@ -142,6 +143,8 @@ class _Writer:
         # passes that run as one with the pass behind them
         self._joined = {before[rank] + at for rank, at in schedule.together}
         self._order, spans = _by_end(schedule, self._joined)
+        if receives == BY_TAKER:
+            self._order = _by_takers(schedule, self._flow, self._order, self._joined)
         self._posting = Posting(receives, schedule, spans, self._joined)
         self._late = receives != EARLY
         self._postponed = Postponed(self._programs)
@@ -292,7 +295,7 @@ class _Collectives:
         )
 
 
-def _costs(schedule: Schedule) -> Costs:
+def usual_costs(schedule: Schedule) -> Costs:
     """Return by what times programs are written: equal stages, and what other kinds usually take.
 
     A rank that enters a collective late holds up all: then what the schedule was made for counts.
@@ -311,7 +314,7 @@ def _costs(schedule: Schedule) -> Costs:
 
 def _by_end(schedule: Schedule, joined: Set[int]) -> tuple[list[int], list[tuple[float, float]]]:
     """Return the numbers of all passes in the order in which they end, and when each runs."""
-    spans = simulate(schedule, _costs(schedule)).spans
+    spans = simulate(schedule, usual_costs(schedule)).spans
     flat = list(itertools.chain.from_iterable(spans))
     ends = list(map(itemgetter(1), flat))
     if compiled(schedule.graph).on_copy_engines:  # copies end behind passes that come after them
@@ -320,3 +323,45 @@ def _by_end(schedule: Schedule, joined: Set[int]) -> tuple[list[int], list[tuple
     for number in sorted(joined, reverse=True):
         ends[number] = ends[number + 1]
     return sorted(range(len(ends)), key=ends.__getitem__), flat
+
+
+def _by_takers(
+    schedule: Schedule, flow: _Flow, order: Sequence[int], joined: Set[int]
+) -> list[int]:
+    """Return the passes in an order in which forwards take what a rank sent before it goes on.
+
+    Where all ranks would wait for each other, the first of them by `order` goes on: receives of
+    what it sent are posted earlier.
+    """
+    ranks, numbers = flow.ranks, {p: number for number, p in enumerate(flow.passes)}
+    needs = [{numbers[q] for q in schedule.predecessors(p)} for p in flow.passes]
+    place = {number: at for at, number in enumerate(order)}
+    following: list[deque[list[int]]] = [deque() for _ in schedule.passes]  # as one: as one
+    for number, rank in enumerate(ranks):
+        if number - 1 in joined:
+            following[rank][-1].append(number)
+        else:
+            following[rank].append([number])
+    made: set[int] = set()
+    untaken: list[set[int]] = [set() for _ in following]  # forwards, by the sender
+    result: list[int] = []
+    while len(result) < len(order):
+        able = [
+            rank
+            for rank, groups in enumerate(following)
+            if groups and all(needs[each] <= made.union(groups[0]) for each in groups[0])
+        ]
+        free = [rank for rank in able if not untaken[rank]] or able
+        rank = min(free, key=lambda rank: place[following[rank][0][-1]])
+        group = following[rank].popleft()
+        made.update(group)
+        result += group
+        takers = {taker for each in group for taker, _ in flow.takers[each]}
+        untaken[rank] = {
+            taker
+            for taker in takers
+            if flow.passes[taker].kind == F and taker not in following[ranks[taker]][0]
+        }
+        for each in untaken if following[rank] else ():
+            each.difference_update(following[rank][0])
+    return result

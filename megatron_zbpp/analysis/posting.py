@@ -8,6 +8,9 @@ end of a pass of its rank that is nearest to the time of the send.
 That place may be behind passes of the receiver as long as the sender's next pass comes later: where
 a pass waits for its device, it waits for what its rank has sent, too. So each receive has a limit
 of its own, and programs with late receives end under every rule, as others do.
+
+Where the host must wait for a message's shape before it can post the receive, that place is right
+before the pass that takes the message, as often as the rules allow.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ from collections import defaultdict
 from collections.abc import Sequence, Set
 
 from megatron_zbpp.analysis.program import Instruction, Receive, Send
-from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir import F, Schedule
 
 # before the pass during which its message comes; behind that pass, where this is nearer and
 # another pass computes while the message travels; so, too, where its taker waits for the message
 EARLY, LATE, LATEST = RECEIVES = ('early', 'late', 'latest')
+BY_TAKER = 'by taker'  # of forwards whose shapes vary: as late as no rule forbids; others: late
 _TRAVEL = 0.5  # longest time of a message, in forwards of a stage
 _Held = list[tuple[Send, Receive]]  # of one message, or of none: it has been put
 
@@ -40,7 +44,7 @@ class Posting:
     """Decides behind which pass of its rank each receive is posted. Passes are numbers.
 
     Args:
-        receives: one of `RECEIVES`.
+        receives: one of `RECEIVES`, or `BY_TAKER`.
         schedule: of the passes.
         spans: start and end of each pass, simulated.
         joined: passes that run as one with the pass behind them.
@@ -59,8 +63,11 @@ class Posting:
         spans: Sequence[tuple[float, float]],
         joined: Set[int],
     ) -> None:
-        require_known(receives)
-        self._travel = _TRAVEL / schedule.placement.num_chunks if receives == LATE else 0.0
+        self._by_taker = receives == BY_TAKER
+        if not self._by_taker:
+            require_known(receives)
+        self._travel = 0.0 if receives == LATEST else _TRAVEL / schedule.placement.num_chunks
+        self._forwards = [p.kind == F for _, p in schedule]
         self._starts, self._ends = zip(*spans, strict=True)
         self._joined = joined
         self._behind_all = list(itertools.accumulate(map(len, schedule.passes)))  # by rank
@@ -80,6 +87,13 @@ class Posting:
         if first == behind_all:
             return None
         joined, starts, ends = self._joined, self._starts, self._ends
+        if self._by_taker:
+            own = [taker for taker, _ in handed_on if first <= taker < behind_all]
+            if any(self._forwards[taker] for taker in own):
+                before = min(own) - 1
+                while before in joined:
+                    before -= 1
+                return before if before >= first else None
         while last in joined:
             last += 1
         sent, end = ends[giver], ends[last]

@@ -11,6 +11,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from megatron_zbpp.analysis.posting import LATE
 from megatron_zbpp.analysis.program import Begin, Program, Send
 from megatron_zbpp.analysis.run_ahead import passes_run_ahead, split
 from megatron_zbpp.ir import Placement, Schedule
@@ -55,6 +56,7 @@ class Size(NamedTuple):
         forward_only: whether there are no backwards.
         together: whether pairs of F and BW are to run as one.
         draining: whether a synchronous schedule runs in place of an asynchronous one.
+        receives: when they are posted.
     """
 
     num_ranks: int
@@ -62,6 +64,7 @@ class Size(NamedTuple):
     forward_only: bool
     together: bool
     draining: bool = False
+    receives: str = LATE
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.mirrored import is_mirrored
-from megatron_zbpp.analysis.posting import LATE
+from megatron_zbpp.analysis.posting import BY_TAKER, LATE
 from megatron_zbpp.analysis.run_ahead import passes_ahead
 from megatron_zbpp.guests.base import Guest
 from megatron_zbpp.ir import Placement, Schedule, W
@@ -61,12 +61,13 @@ class Programs:
         source: a schedule, or the family that makes one.
         cache: programs by their sizes.
         together: whether pairs of F and BW are to run as one.
+        varying: whether a forward's message may have any shape.
         shards_vocabulary: whether the output layer is on all ranks.
         shards_embedding: whether the word embedding is, too.
     """
 
     def __init__(self, settings: Settings) -> None:
-        self.together = False
+        self.together = self.varying = False
         self._settings = settings
         self._to_plan_from = settings.schedule == AUTO
         self.source: Schedule | Family
@@ -398,40 +399,34 @@ class Programs:
             ValueError: a guest refuses it.
         """
         drains = draining or (forward_only and self.asynchronous)
-        size = Size(num_ranks, num_microbatches, forward_only, self.together, drains)
+        receives = BY_TAKER if self.varying else self._receives
+        size = Size(num_ranks, num_microbatches, forward_only, self.together, drains, receives)
         return self.cache.get(size)
 
     def _make(self, size: Size) -> Lowered:
         """Return the checked programs of a size; see `lowered`."""
         num_ranks, num_microbatches, forward_only, *_ = size
-        if size.draining:
-            return self._draining(num_ranks, num_microbatches, forward_only)
-        if self.asynchronous:
-            return self._endless(num_ranks, num_microbatches)
-        schedule = self.schedule(num_ranks, num_microbatches)
-        for guest in () if forward_only else self.guests:
+        if size.draining:  # evaluations of an asynchronous one do, and what warms up
+            chunks = self.num_chunks
+            name = 'interleaved' if chunks > 1 else '1f1b'
+            schedule = build(name, num_ranks, num_microbatches, num_chunks=chunks)
+        else:
+            schedule = self.schedule(num_ranks, num_microbatches)
+        calls, endless = None, self.asynchronous
+        if forward_only:
+            from megatron_zbpp.analysis.evaluation import evaluation
+
+            schedule = evaluation(schedule)
+        elif endless and not size.draining:
+            from megatron_zbpp.techniques.updates.calls import calls_of
+
+            calls = calls_of(schedule)
+        for guest in () if forward_only or endless else self.guests:
             if why := guest.refuses(schedule):
                 raise ValueError(why)
-        schedule = schedule.forward_only() if forward_only else schedule
-        programs = check(schedule, receives=self._receives).programs
-        ahead = passes_ahead(schedule) if self.num_replicas == 1 else ()
-        return Lowered(schedule, programs, ahead)
-
-    def _draining(self, num_ranks: int, num_microbatches: int, forward_only: bool) -> Lowered:
-        """Return 1F1B, interleaved over chunks: evaluations drain, and so does what warms up."""
-        chunks = self.num_chunks
-        name = 'interleaved' if chunks > 1 else '1f1b'
-        schedule = build(name, num_ranks, num_microbatches, num_chunks=chunks)
-        schedule = schedule.forward_only() if forward_only else schedule
-        return Lowered(schedule, check(schedule, receives=self._receives).programs, ())
-
-    def _endless(self, num_ranks: int, num_microbatches: int) -> Lowered:
-        """Return the programs of an asynchronous schedule."""
-        from megatron_zbpp.techniques.updates.calls import calls_of
-
-        schedule = self.schedule(num_ranks, num_microbatches)
-        programs = check(schedule, receives=self._receives).programs
-        return Lowered(schedule, programs, (), calls_of(schedule))
+        programs = check(schedule, receives=size.receives).programs
+        ahead = () if endless or self.num_replicas > 1 else passes_ahead(schedule)
+        return Lowered(schedule, programs, ahead, calls)
 
     def copy_what_is_free(self, costs: Costs) -> None:
         """Leave on the device from now on what would cost time to copy.

@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from programs import pairs
+from programs import awaited_early, pairs
 from stages import ROWS, WIDTH, LinearStage, reference, uneven
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.lowering import lower
-from megatron_zbpp.ir import BW, Pass, Schedule, W
+from megatron_zbpp.analysis.posting import BY_TAKER, LATE
+from megatron_zbpp.analysis.program import Receive
+from megatron_zbpp.ir import BW, F, Pass, Schedule, W
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.executor import Executor
@@ -23,9 +25,15 @@ from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.schedules import build
 
 
-def execute(schedule: Schedule, train: bool = True, separate: bool = False, varying: bool = False):
+def execute(
+    schedule: Schedule,
+    train: bool = True,
+    separate: bool = False,
+    varying: bool = False,
+    receives: str = LATE,
+):
     """Runs `schedule` on each rank: by stage (losses, gradients, those complete), and the rest."""
-    programs = lower(schedule)
+    programs = lower(schedule, receives)
     rank, store = dist.get_rank(), WeightGradStore()
     stages = {
         stage: LinearStage(store, stage, schedule.num_stages, *([uneven] if varying else []))
@@ -48,7 +56,8 @@ def execute(schedule: Schedule, train: bool = True, separate: bool = False, vary
 
 def check_run(ranks, schedule, separate=False, varying=False):
     check(schedule)
-    results = ranks(schedule.num_ranks).run(execute, schedule, True, separate, varying)
+    receives = BY_TAKER if varying else LATE
+    results = ranks(schedule.num_ranks).run(execute, schedule, True, separate, varying, receives)
     rows = [uneven] if varying else []
     losses, gradients = reference(schedule.num_stages, schedule.num_microbatches, True, *rows)
     for rank, (made, passes, live) in enumerate(results):
@@ -72,6 +81,49 @@ def test_gradients_to_the_bit(ranks, p, name, m):
 @pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v', 'interleaved'])
 def test_messages_of_any_shape(ranks, name, separate):
     check_run(ranks, build(name, 4, 7), separate, varying=True)
+
+
+def shapes_awaited(schedule, receives):
+    """Runs on each rank: before each pass that waits for shapes, the passes that they are for."""
+    program, passes = lower(schedule, receives)[dist.get_rank()], []
+    own = [i for i in program if isinstance(i, Receive) and i.consumer.kind == F]
+    left = {i.peer: [each.consumer for each in own if each.peer == i.peer] for i in own}
+    awaited, ask, begin = {}, Channels.ask, Executor._begin_waiting
+
+    def asking(channels, peer):
+        consumer, shape = left[peer].pop(0), ask(channels, peer)
+
+        def waiting():
+            awaited.setdefault(str(passes[-1]), []).append(str(consumer))
+            return shape()
+
+        return waiting
+
+    def beginning(executor, p):
+        passes.append(p)
+        begin(executor, p)
+
+    with (
+        mock.patch.object(Channels, 'ask', asking),
+        mock.patch.object(Executor, '_begin_waiting', beginning),
+    ):
+        execute(schedule, varying=True, receives=receives)
+    assert not any(left.values())
+    return awaited
+
+
+@pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v'])
+def test_a_pass_waits_for_its_own_shape(ranks, name):
+    """Not for those of messages that later passes take, but where the proof wants it."""
+    schedule = build(name, 4, 7)
+    early, count = awaited_early(lower(schedule, BY_TAKER))
+    assert early == (0 if name != 'zb-v' else 6)
+    each = ranks(4).run(shapes_awaited, schedule, BY_TAKER)
+    waits = [(p, taker) for awaited in each for p, takers in awaited.items() for taker in takers]
+    assert len(waits) == count
+    assert sum(p != taker for p, taker in waits) == early
+    before = ranks(4).run(shapes_awaited, schedule, LATE)
+    assert sum(p != t for awaited in before for p, takers in awaited.items() for t in takers) > 6
 
 
 def left_to_w(schedule):

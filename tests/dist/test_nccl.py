@@ -13,8 +13,9 @@ from stages import ROWS, WIDTH, LinearStage, reference, uneven
 
 from devtools import nccl
 from megatron_zbpp.analysis.deadlock import DeadlockError, Rule, prove
+from megatron_zbpp.analysis.evaluation import evaluation
 from megatron_zbpp.analysis.lowering import lower
-from megatron_zbpp.analysis.posting import EARLY, LATE, LATEST
+from megatron_zbpp.analysis.posting import BY_TAKER, EARLY, LATE, LATEST
 from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
 from megatron_zbpp.ir import W
 from megatron_zbpp.runtime.activations.store import ActivationStore
@@ -122,7 +123,8 @@ class Pipeline:
 
     def evaluate(self):
         """Losses by stage, of forwards only."""
-        executor = self.executor(lower(self.schedule.forward_only())[self.rank])
+        receives = BY_TAKER if self.varying else LATE
+        executor = self.executor(lower(evaluation(self.schedule), receives)[self.rank])
         with torch.no_grad():
             executor.run()
         return {s: stage.losses for s, stage in self.stages.items()}
@@ -195,8 +197,9 @@ def test_receives_posted_at_another_time(ranks, name, receives, mode, varying):
 
 @grid(name=('zb-v', 'zb-h1', 'interleaved'), mode=tuple(MODES))
 def test_messages_of_any_shape(ranks, name, mode):
-    """Shapes go ahead from host to host, and receives are posted later."""
-    check_lives(ranks, [build(name, 4, 8), build('1f1b', 4, 8)], mode, varying=True)
+    """Shapes go ahead from host to host, and receives are posted where these are taken."""
+    schedules = [build(name, 4, 8), build('1f1b', 4, 8)]
+    check_lives(ranks, schedules, mode, varying=True, receives=BY_TAKER)
 
 
 @grid(name=('zb-h1', 'zb-v', '1f1b'), mode=tuple(MODES)[::-1])

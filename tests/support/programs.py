@@ -7,9 +7,9 @@ from collections import defaultdict, deque
 from dataclasses import replace
 
 from megatron_zbpp.analysis.deadlock import Collective
-from megatron_zbpp.analysis.program import Receive, Send
+from megatron_zbpp.analysis.program import Join, Receive, Send
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import BW, Pass, W, chain
+from megatron_zbpp.ir import BW, F, Pass, W, chain
 from megatron_zbpp.ir.costs import Costs
 
 
@@ -171,6 +171,23 @@ def in_flight(programs):
                 posted = [consumer for consumer in posted if consumer != i]
                 counts.append(len(posted))
     return sum(counts) / len(counts), max(counts)
+
+
+def awaited_early(programs):
+    """Return how many forwards' messages are awaited before a pass that takes another, and all."""
+    early = count = 0
+    for program in programs:
+        posted, joined = [], ()
+        for i in program:
+            if isinstance(i, Join):
+                joined = i.passes
+            elif isinstance(i, Pass):
+                early += sum(consumer not in (i, *joined) for consumer in posted)
+                posted, joined = [], joined if i in joined else ()
+            elif _receives(i) and i.consumer.kind == F:
+                posted.append(i.consumer)
+                count += 1
+    return early, count
 
 
 def spinning(schedule, programs, comm=0.02):

@@ -220,6 +220,7 @@ def _agreed(
     for guest in session.guests:
         alike |= guest.fingerprint()
     session.agree(alike | session.programs.fingerprint(*sizes), pipeline)
+    session.programs.varying = isinstance(message, Message) and message.shape is None
     warm = not arguments.forward_only and session.endless is not None and session.endless.warms_up()
     return session.programs.lowered(*sizes, arguments.forward_only, warm)
 

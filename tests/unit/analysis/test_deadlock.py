@@ -15,7 +15,7 @@ from programs import posted_earlier, posted_later, side_by_side
 
 from megatron_zbpp.analysis.deadlock import EVERY_RULE, DeadlockError, Rule, prove
 from megatron_zbpp.analysis.lowering import lower
-from megatron_zbpp.analysis.posting import EARLY, LATE, LATEST, RECEIVES
+from megatron_zbpp.analysis.posting import BY_TAKER, EARLY, LATE, LATEST, RECEIVES
 from megatron_zbpp.analysis.program import Receive, Send
 from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
 from megatron_zbpp.ir import Pass, Placement
@@ -28,6 +28,7 @@ SETS = [
     EVERY_RULE,
 ]
 seeds = st.integers(0, 2**32)
+EVERY_TIME = (*RECEIVES, BY_TAKER)
 PLACEMENTS = (Placement.loop(2), Placement.loop(3), Placement.v(2), Placement((1, 0, 0, 1, 0)))
 
 
@@ -42,7 +43,7 @@ def cases(name, sizes, microbatches):
         yield schedule.forward_only()
 
 
-@grid(name=names(), microbatches=((1, 8), (2, 9), (3, 12), (4, 6), (5, 16)), receives=RECEIVES)
+@grid(name=names(), microbatches=((1, 8), (2, 9), (3, 12), (4, 6), (5, 16)), receives=EVERY_TIME)
 def test_every_family_bears_every_rule(name, microbatches, receives):
     """Whole, with forwards run ahead by any number of ranks, and several pipelines together."""
     for schedule in cases(name, (2, 3, 4, 8), microbatches):
@@ -57,7 +58,7 @@ def test_every_family_bears_every_rule(name, microbatches, receives):
 
 
 @settings(max_examples=60)
-@given(seeds, st.sampled_from(PLACEMENTS), st.integers(1, 4), st.sampled_from(RECEIVES))
+@given(seeds, st.sampled_from(PLACEMENTS), st.integers(1, 4), st.sampled_from(EVERY_TIME))
 def test_any_valid_schedule_bears_every_rule(seed, placement, m, receives):
     lower(oracle.random_schedule(Random(seed), placement, m), receives)
 

@@ -54,5 +54,5 @@ def test_that_would_show_programs_of_other_times(name):
     """As they were: S and T took none."""
     schedule, costs = made(name, 0.5)
     untimed = Costs.uniform(schedule.placement, comm=0.01)
-    with mock.patch.object(lowering, '_costs', lambda _: untimed):
+    with mock.patch.object(lowering, 'usual_costs', lambda _: untimed):
         assert latest(schedule, costs) > 0.3

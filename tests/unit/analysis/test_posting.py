@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 from paths import ROOT
-from programs import Timing, in_flight, spinning
+from programs import Timing, awaited_early, in_flight, posted_later, spinning
 
+from megatron_zbpp.analysis.deadlock import DeadlockError, prove
+from megatron_zbpp.analysis.evaluation import evaluation
 from megatron_zbpp.analysis.lowering import lower
-from megatron_zbpp.analysis.posting import EARLY, LATE, LATEST, RECEIVES
+from megatron_zbpp.analysis.posting import BY_TAKER, EARLY, LATE, LATEST, RECEIVES
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import build
@@ -79,6 +81,40 @@ def _passes(program):
 
 def _messages(program, kind, peer):
     return [i for i in program if type(i).__name__ == kind and i.peer == peer]
+
+
+# messages of forwards, for how many of them a rank waits before a pass that does not take them: as
+# receives are posted late, and by takers
+WAITS = {
+    '1f1b': (48, 24, 0),
+    'zb-h1': (48, 39, 0),
+    'bpipe': (48, 24, 0),
+    'interleaved': (112, 104, 12),
+    'zb-v': (96, 90, 33),
+    'v-half': (96, 60, 2),
+    'v-min': (96, 47, 1),
+    'dualpipe-v': (96, 90, 32),
+}
+
+
+@pytest.mark.parametrize('name', WAITS)
+def test_shapes_are_awaited_by_the_pass_that_takes_the_message(name):
+    """Or earlier, where passes that synchronise would stop for ever."""
+    schedule = build(name, 4, 16)
+    by_taker = lower(schedule, BY_TAKER)
+    sent, late, left = WAITS[name]
+    assert awaited_early(lower(schedule, LATE)) == (late, sent)
+    assert awaited_early(by_taker) == (left, sent)
+    for receive, later in posted_later(by_taker):
+        if receive.consumer.kind == 'F':
+            with pytest.raises(DeadlockError):
+                prove(later)
+
+
+def test_an_evaluation_waits_for_what_it_takes():
+    for name in WAITS:
+        programs = lower(evaluation(build(name, 4, 16)), BY_TAKER)
+        assert awaited_early(programs)[0] == (2 if name in ('zb-v', 'dualpipe-v') else 0)
 
 
 def test_an_unknown_time_is_refused():
