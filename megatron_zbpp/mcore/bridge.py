@@ -112,6 +112,7 @@ def prepare(config: Any, settings: Settings) -> Settings:
     programs.join(getattr(args, refusals.OVERLAP, False))
     for count in sorted(counts):
         programs.lowered(ranks, count, forward_only=False)
+    sizes.require_every_size(args, int(os.environ.get('WORLD_SIZE', 1)), programs)
     taken = (_transformer(config), config.comm_overlap)
     words = (each for held in taken for each in superseded.drop(held, programs.splits(ranks)))
     for each in dict.fromkeys(words):
@@ -140,6 +141,8 @@ def _arguments(config: Any) -> Namespace:
             'before config.validate() and pretrain(), and give the layout as text'
         )
     values |= {name: getattr(config.train, name, None) for name in (*_OF_TRAINING, *_OPTIONS)}
+    evaluation = vars(getattr(config, 'validation', None) or config.train)
+    values |= {name: each for name, each in evaluation.items() if name.startswith('eval_')}
     values |= _overlaps(config)
     tied = getattr(config.model, 'share_embeddings_and_output_weights', False)
     values |= {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from unittest import mock
 
 import pytest
 from parsed_flags import MEGATRONS, PLACED, parsed, refused
@@ -190,6 +191,37 @@ def test_numbers_of_microbatches(ranks, changes, expected):
     """Each schedule is built before anything starts, so that what it cannot do is said then."""
     for found in ranks(2).run(numbers_of_microbatches, changes):
         assert found == expected
+
+
+def sizes_between(changes, schedule='zb-v'):
+    from megatron_zbpp.mcore.command_line import sizes
+    from megatron_zbpp.mcore.programs import Programs
+    from megatron_zbpp.mcore.settings import Settings
+
+    args = argparse.Namespace(**{**MEGATRONS, **changes})
+    with mock.patch.object(Programs, 'schedule') as made:
+        sizes.require_every_size(args, 4, Programs(Settings(schedule)))
+    return [call.args for call in made.call_args_list]
+
+
+@pytest.mark.parametrize(
+    ('changes', 'expected'),
+    [
+        ({'global_batch_size': 16, 'rampup_batch_size': ['4', '4', '100']}, [2, 4, 6]),
+        ({'global_batch_size': 16, 'rampup_batch_size': ['1', '4', '100']}, [2, 4, 6]),
+        ({'global_batch_size': 8, 'eval_global_batch_size': 12}, [6]),
+        ({'global_batch_size': 8, 'eval_global_batch_size': 12, 'eval_micro_batch_size': 3}, [2]),
+        ({'global_batch_size': 8, 'eval_micro_batch_size': 2}, [2]),
+        ({'global_batch_size': 8, 'eval_global_batch_size': 1}, []),
+    ],
+    ids=str,
+)
+def test_sizes_of_ramp_ups_and_evaluations(ranks, changes, expected):
+    for found in ranks(2).run(sizes_between, changes):
+        assert found == [(2, count) for count in expected]
+    evaluations = 'rampup_batch_size' not in changes
+    for found in ranks(2).run(sizes_between, changes, 'pipedream'):
+        assert found == ([] if evaluations else [(2, count) for count in expected])
 
 
 def test_all_that_is_wrong_is_told_at_once(ranks):

@@ -46,6 +46,16 @@ def test_refused_files(ranks, tmp_path):
     assert 'for 4 microbatches, not 6: change' in error
     error = refused(ranks, *flags, rampup_batch_size=['2', '2', '8'])
     assert 'for 4 microbatches, not 2: change' in error
+    error = refused(ranks, *flags, eval_global_batch_size=6)
+    assert '--eval-global-batch-size gives batches of 6, 6 microbatches: schedule' in error
+    assert 'for 4 microbatches, not 6: change' in error
+    error = refused(ranks, *flags, eval_micro_batch_size=2)
+    assert '--eval-micro-batch-size gives batches of 4, 2 microbatches: schedule' in error
+    evaluations = {'eval_global_batch_size': 8, 'eval_micro_batch_size': 2}
+    for none in (evaluations, {'eval_global_batch_size': 6, 'eval_iters': 0}):
+        assert parsed(ranks, *flags, **none).code is None
+    error = refused(ranks, *flags, eval_global_batch_size=6, eval_iters=0, full_validation=True)
+    assert 'for 4 microbatches, not 6: change' in error
     schedule_file(tmp_path, p=3)
     assert 'for 3 pipeline ranks, not 2: change' in refused(ranks, *flags)
     schedule_file(tmp_path, drop=1)

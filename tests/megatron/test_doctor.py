@@ -16,6 +16,7 @@ from commands import run
 from nvidia import CHECKOUT, needs_training
 
 from megatron_zbpp.ir.timeline import MEANING
+from megatron_zbpp.schedules import build
 
 SIZES = [
     *('--num-layers', '22', '--hidden-size', '64', '--num-attention-heads', '4'),
@@ -304,6 +305,22 @@ def test_numbers(ranks, words, gpus, microbatches):
     assert line['parallel']['GPUs'] == gpus
     assert [each['microbatches'] for each in line['iterations']] == microbatches
     assert line['layers'] == [2, 3, 3, 3, 3, 3, 3, 2]
+
+
+def test_sizes_of_evaluations(ranks, tmp_path):
+    """A plan is for one number of microbatches; a batch may be cut down to what divides."""
+    path = tmp_path / 'plan.json'
+    path.write_text(build('zb-h1', 8, 4).to_json())
+    words = ['--gpus', 16, '--', *SIZES, '--pipeline-schedule-file', path]
+    words += ['--global-batch-size', 16]
+    assert report(ranks, *words)[0] == 0
+    said = refusal(ranks, *words, '--eval-global-batch-size', 24)
+    assert '--eval-global-batch-size gives batches of 24, 6 microbatches: ' in said
+    assert 'is for 4 microbatches, not 6: change' in said
+    words[-1] = 19
+    assert 'does not divide by 4' in refusal(ranks, *words)
+    code, found = report(ranks, *words, '--decrease-batch-size-if-needed')
+    assert code == 0 and found['launch_line']['iterations'][0]['microbatches'] == 4
 
 
 def test_layers_need_not_divide(ranks):

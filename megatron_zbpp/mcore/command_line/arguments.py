@@ -190,5 +190,6 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
     for num_microbatches in sorted(counts):
         lowered = plugin.session.programs.lowered(ranks, num_microbatches, forward_only=False)
         require_host_memory(args, lowered.schedule, os.environ)
+    sizes.require_every_size(args, world, plugin.session.programs)
     sizes.place_layers(args, placement)
     return plugin

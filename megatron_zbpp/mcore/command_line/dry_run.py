@@ -197,6 +197,7 @@ def dry_run_of(line: LaunchLine, rates: Mapping[str, Any] = {}) -> DryRun:
         settings, found = preflight.with_slices(settings, args, placement.num_ranks, counts)
         programs = Programs(settings) if found else programs
         notes += [found] if found else []
+    sizes.require_every_size(args, line.world_size, programs)
     notes += _consequences(line, settings, programs, placement, counts)
     ends = sizes.counted_ends(args)  # before layers are placed, which takes them into the layout
     layers = _layers(args, placement)
@@ -294,7 +295,7 @@ def _microbatches(line: LaunchLine, replicas: int) -> list[int]:
     if micro is None:
         raise ValueError('--micro-batch-size is missing: give how many samples a microbatch has')
     step = micro * replicas
-    if (whole or step) % step:
+    if (whole or step) % step and not getattr(line.args, 'decrease_batch_size_if_needed', False):
         raise ValueError(
             f'--global-batch-size {whole} does not divide by {step} (--micro-batch-size {micro} x '
             f'{replicas} data parallel): give a multiple'

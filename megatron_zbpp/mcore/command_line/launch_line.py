@@ -39,6 +39,9 @@ _NUMBERS = {
     'decoder_last_pipeline_num_layers': None,
     'micro_batch_size': None,
     'global_batch_size': None,
+    'eval_global_batch_size': None,
+    'eval_micro_batch_size': None,
+    'eval_iters': None,
     'hidden_size': None,
     'ffn_hidden_size': None,
     'num_attention_heads': None,
@@ -60,6 +63,8 @@ _SWITCHES = (
     'swiglu',
     'bf16',
     'fp16',
+    'full_validation',
+    'decrease_batch_size_if_needed',
 )
 
 

@@ -11,6 +11,7 @@ from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.layout import layers_per_stage, layout_string
 from megatron_zbpp.mcore import layout, refusals
 from megatron_zbpp.mcore.command_line.messages import flag
+from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import AUTO
 from megatron_zbpp.schedules import checked_chunks, find
 
@@ -247,6 +248,35 @@ def microbatches(args: argparse.Namespace, world_size: int) -> set[int]:
         sizes.add(args.global_batch_size or step)
     # sizes that do not divide are Megatron's to refuse
     return {size // step for size in sizes if step and size >= step}
+
+
+def require_every_size(args: argparse.Namespace, world_size: int, programs: Programs) -> None:
+    """Raise where a ramp-up or an evaluation has a number of microbatches that cannot be run.
+
+    Raises:
+        ValueError: names the flag.
+    """
+    ranks, copies = args.pipeline_model_parallel_size, replicas(args, world_size)
+    step = copies * (args.micro_batch_size or 0)
+    calls: list[tuple[str, int, int]] = []  # flag, its batch, samples at a time
+    ramp = [*map(int, getattr(args, 'rampup_batch_size', None) or ())]
+    if len(ramp) == 3 and ramp[1] > 0:
+        between = range(ramp[0], args.global_batch_size or step, ramp[1])
+        calls += [('rampup_batch_size', size, step) for size in between]
+    whole, micro = (getattr(args, f'eval_{size}_batch_size', None) for size in ('global', 'micro'))
+    evaluates = getattr(args, 'eval_iters', None) != 0 or getattr(args, 'full_validation', False)
+    if evaluates and not programs.asynchronous:  # whose evaluations drain, by another schedule
+        size, at_once = whole or args.global_batch_size or step, copies * micro if micro else step
+        calls += [('eval_global_batch_size', size, at_once)] if whole else []
+        calls += [('eval_micro_batch_size', size, at_once)] if micro and not whole else []
+    for name, size, at_once in calls:
+        if not at_once or size < at_once:
+            continue  # Megatron's to refuse
+        try:
+            programs.schedule(ranks, size // at_once)
+        except ValueError as error:
+            words = f'{flag(name)} gives batches of {size}, {size // at_once} microbatches'
+            raise ValueError(f'{words}: {error}') from None
 
 
 def disable_rerun_checks(args: argparse.Namespace, words: Sequence[str]) -> bool:
