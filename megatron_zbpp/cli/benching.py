@@ -250,16 +250,16 @@ def _row(name: str, runs: Sequence[Any], job: Bench, warmup: int) -> dict[str, A
 
 def _judge(rows: list[dict[str, Any]], job: Bench) -> None:
     """Add to each row its gain over the first, and whether losses are that one's."""
+    from megatron_zbpp.mcore.same_start.losses import DRAWING
+
     first = rows[0]
-    dropout = any(
-        getattr(job.line.args, name, 0) for name in ('hidden_dropout', 'attention_dropout')
-    )
+    drawing = any(getattr(job.line.args, name, None) for name in DRAWING)
     for row in rows:
         both = row['seconds'] and first['seconds']
         row['gain'] = 1 - row['seconds'] / first['seconds'] if both else None
         equal = row['losses'] == first['losses'] if both else None
         row['losses_equal'] = equal
-        row['why'] = 'dropout draws other masks' if equal is False and dropout else None
+        row['why'] = 'other random numbers, as of dropout' if equal is False and drawing else None
 
 
 def _draw(rows: Sequence[dict[str, Any]], folder: Path, job: Bench) -> str | None:
