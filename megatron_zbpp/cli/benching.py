@@ -253,10 +253,10 @@ def _row(name: str, runs: Sequence[Any], job: Bench, warmup: int) -> dict[str, A
 
 def _judge(rows: list[dict[str, Any]], job: Bench) -> None:
     """Add to each row its gain over the first, the noise of that, and whether losses are equal."""
+    from megatron_zbpp.mcore.same_start.losses import DRAWING
+
     first = rows[0]
-    dropout = any(
-        getattr(job.line.args, name, 0) for name in ('hidden_dropout', 'attention_dropout')
-    )
+    drawing = any(getattr(job.line.args, name, None) for name in DRAWING)
     for row in rows:
         both = row['seconds'] and first['seconds']
         row['gain'] = 1 - row['seconds'] / first['seconds'] if both else None
@@ -264,7 +264,7 @@ def _judge(rows: list[dict[str, Any]], job: Bench) -> None:
         row['noise'] = max(row['spread'], first['spread']) if known else None
         equal = row['losses'] == first['losses'] if both else None
         row['losses_equal'] = equal
-        row['why'] = 'dropout draws other masks' if equal is False and dropout else None
+        row['why'] = 'other random numbers, as of dropout' if equal is False and drawing else None
 
 
 def _gain(row: dict[str, Any]) -> str:

@@ -37,15 +37,16 @@ class EarlyStepPolicy:
         self._failed = deque(maxlen=self.window)
         self.engaged = self.clean_steps == 0
 
-    def after(self, clean: bool) -> None:
-        """Take note of a step."""
+    def after(self, clean: bool, early: bool = True) -> None:
+        """Take note of a step, `early` if a rank went ahead: steps that none tried cost nothing."""
         if self.ended:
             return
         self._in_a_row = self._in_a_row + 1 if clean else 0
         if not self.engaged:
             self.engaged = self._in_a_row >= max(self.clean_steps, 1)
             return
-        self._failed.append(not clean)
+        if early:
+            self._failed.append(not clean)
         if sum(self._failed) > self.tolerated:
             self.engaged = False
             self._failed.clear()

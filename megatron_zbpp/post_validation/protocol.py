@@ -126,7 +126,7 @@ class PostValidation:
         else:
             with self._collective(STEP):
                 outcome = optimizer_step.synchronous()
-        self.policy.after(outcome.clean)
+            self.policy.after(outcome.clean)
         return outcome.result
 
     def after_iteration(self, redone: bool, prefilled: bool = False) -> None:
@@ -190,4 +190,5 @@ class PostValidation:
         next_iteration.settle(outcome.clean)
         self.early += tried
         self.taken_back += tried and not outcome.clean
+        self.policy.after(outcome.clean, early=prefix.ahead > 0)  # the first rank's: known to all
         return outcome

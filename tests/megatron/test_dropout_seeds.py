@@ -26,6 +26,7 @@ MORE = {
     'recompute passes': {'again': 'all'},
     'tensor parallel': {'tp': 2, 'shared': False},
     'experts': {'kind': 'experts', 'dp': 2, 'ep': 2},
+    'noisy routing': {'kind': 'noisy routing', 'dropout': 0.0},
 }
 OF_TE = {
     'tensor parallel, sequence parallel': {'tp': 2},
@@ -111,10 +112,11 @@ def losses(ranks, data, schedule, **more):
     return next(rank.losses for rank in found if rank.losses[0] is not None)
 
 
-def test_without(ranks, data):
-    """Masks of the ranks' own differ from one placement to another; seeded ones are others."""
+@pytest.mark.parametrize('what', [{}, MORE['noisy routing']], ids=['dropout', 'routing'])
+def test_without(ranks, data, what):
+    """What ranks draw differs from one placement to another; what is seeded is another."""
     found = {
-        tuple(losses(ranks, data, schedule, seeds=seeds, iterations=1))
+        tuple(losses(ranks, data, schedule, seeds=seeds, iterations=1, **what))
         for schedule, seeds in (('1f1b', False), ('zb-v', False), ('zb-v', True))
     }
     assert len(found) == 3

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from unittest import mock
+
 import events
 import pytest
 from nvidia import known, needs_training, run
@@ -56,6 +59,33 @@ def test_overflow_before_the_reduction(ranks, rank):
     synchronous = run(ranks(4), *argv, event=event)
     assert [synchronous.losses[i][-1] for i in (4, 5, 6)] == ['done', 'skipped', 'done']
     assert run(ranks(4), *argv, *EARLY, event=event) == synchronous
+
+
+@contextmanager
+def engaged(training):
+    """Whether steps go on being taken early, behind each of them."""
+    from megatron_zbpp.post_validation.policy import EarlyStepPolicy
+
+    found, original = [], EarlyStepPolicy.after
+
+    def after(self, *step, **more):
+        original(self, *step, **more)
+        found.append(self.engaged)
+
+    with mock.patch.object(EarlyStepPolicy, 'after', after):
+        yield found
+
+
+def test_steps_that_no_rank_tried(ranks):
+    """Overflows of the first rank, while the loss scale falls: nothing is taken back, no pause."""
+    argv = [*PIPELINE, '--train-iters', 12, '--pipeline-schedule', 'zb-h1', '--clip-grad', 100]
+    argv += ['--fp16', '--initial-loss-scale', 2**24, '--hysteresis', 1]
+    early = [*EARLY[:-1], 0]
+    found = run(ranks(2), *argv, *early, event=engaged)
+    skipped = [step[-1] for step in found.losses.values()].count('skipped')
+    assert 4 < skipped < 12, found.losses
+    assert found.reported == ([True] * 12,) * 2
+    assert found.losses == run(ranks(2), *argv).losses
 
 
 @supports("NVIDIA's loop: batches that grow", 'zb-v+post-validation')

@@ -72,6 +72,11 @@ KINDS_OF_SOME['z-loss, experts by sequence'] = _EXPERTS | {
 KINDS_OF_SOME['z-loss'] = KINDS_OF_SOME['unbalanced experts'] | {'moe_z_loss_coeff': 0.5}
 KINDS_OF_SOME['z-loss by token'] = KINDS_OF_SOME['z-loss'] | {'calculate_per_token_loss': True}
 KINDS_OF_SOME['experts by sequence'] = _EXPERTS | {'moe_router_load_balancing_type': 'seq_aux_loss'}
+# of routers that draw random numbers
+KINDS_OF_SOME['noisy routing'] = _EXPERTS | {
+    'moe_input_jitter_eps': 0.1,
+    'moe_router_force_load_balancing': True,
+}
 # read of the config as yarn_*, which are no fields of it
 _YARN = {'rotary_scaling_factor': 4.0, 'original_max_position_embeddings': 4, 'beta_fast': 32.0}
 _YARN |= {'beta_slow': 1.0, 'mscale': 1.0, 'mscale_all_dim': 0.0}

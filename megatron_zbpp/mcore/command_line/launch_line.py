@@ -22,6 +22,7 @@ from megatron_zbpp.mcore.command_line.arguments import require_packages
 from megatron_zbpp.mcore.command_line.flags import add_arguments
 from megatron_zbpp.mcore.command_line.messages import flag
 from megatron_zbpp.mcore.command_line.parsing import parse
+from megatron_zbpp.mcore.same_start.losses import DRAWING
 
 TRAINING = 'megatron.training.arguments'
 # How like a flag of ours, or of Megatron's, a word must be to be taken for it.
@@ -203,7 +204,9 @@ def _own_parser() -> argparse.ArgumentParser:
         parser.add_argument(flag(name), action='store_true')
     parser.add_argument('--pipeline-model-parallel-layout')
     parser.add_argument('--recompute-granularity')
-    parser.add_argument('--hidden-dropout', type=float, default=0.1)
+    for name in DRAWING:
+        default = 0.1 if name.endswith('dropout') else None
+        parser.add_argument(flag(name), type=float, nargs='?', const=True, default=default)
     parser.add_argument('--rampup-batch-size', nargs='*')
     parser.add_argument('--fp8-format', dest='fp8')
     parser.add_argument('--fp4-format', dest='fp4')

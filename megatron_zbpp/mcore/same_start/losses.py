@@ -9,7 +9,15 @@ from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore.settings import AUTO, Settings
 from megatron_zbpp.schedules import find
 
-_DROPOUTS = 'hidden_dropout', 'attention_dropout'
+# settings by which a forward of Megatron's layers draws random numbers
+DRAWING = (
+    'hidden_dropout',
+    'attention_dropout',
+    'moe_input_jitter_eps',
+    'moe_router_force_load_balancing',
+    'moe_router_force_biased',  # from 0.17 on
+    'mtp_hsm',  # from 0.20 on
+)
 
 
 def losses_from_scratch(settings: Settings, placement: Placement, config: Any) -> str:
@@ -30,17 +38,19 @@ def losses_from_scratch(settings: Settings, placement: Placement, config: Any) -
 def _reasons(settings: Settings, placement: Placement, config: Any) -> Iterator[str]:
     if not settings.same_start and not placement.is_loop:
         yield 'other ranks draw the initial weights (--no-pipeline-same-start)'
-    dropped = [f'{name} {value}' for name in _DROPOUTS if (value := getattr(config, name, None))]
-    if dropped and settings.dropout_seeds:
+    drawn = [f'{name} {value}' for name in DRAWING if (value := getattr(config, name, None))]
+    if drawn and settings.dropout_seeds:
         yield (
-            f'masks of {", ".join(dropped)} are seeded by layer and microbatch '
+            f'random numbers of {", ".join(drawn)} are seeded by layer and microbatch '
             '(--pipeline-dropout-seeds), as by 1f1b with that flag'
         )
-    elif dropped and placement != Placement.loop(placement.num_ranks):
+    elif drawn and placement != Placement.loop(placement.num_ranks):
         yield (
-            f'other ranks draw the masks of {", ".join(dropped)} (zb-h1 keeps them; all schedules '
-            'draw the same with --pipeline-dropout-seeds)'
+            f'other ranks draw the random numbers of {", ".join(drawn)} (zb-h1 keeps them; all '
+            'schedules draw the same with --pipeline-dropout-seeds)'
         )
+    if getattr(config, 'fp4', None) and settings.schedule != '1f1b':
+        yield 'backwards round gradients of fp4 at random, in the order of passes'
     name = settings.schedule
     if isinstance(name, str) and name != AUTO and find(name).asynchronous:
         yield f'{name} is asynchronous: gradients are of older weights'

@@ -66,6 +66,17 @@ def test_tolerates_rare_failures():
     assert all(run(policy, [True] + [False, True, True, True] * 5)[1:])
 
 
+def test_goes_on_while_no_rank_goes_ahead():
+    """Steps that overflow on the first rank, whose state all ranks behind it know."""
+    policy = EarlyStepPolicy(0, window=4, tolerated=1)
+    for _ in range(20):
+        policy.after(clean=False, early=False)
+    assert policy.engaged, 'nothing was taken back'
+    for _ in range(2):
+        policy.after(clean=False, early=True)
+    assert not policy.engaged
+
+
 def test_ends_when_each_iteration_runs_again():
     policy = EarlyStepPolicy(1)
     policy.after(True)
