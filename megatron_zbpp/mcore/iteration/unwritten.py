@@ -78,7 +78,8 @@ def _mark(value: object) -> _Mark | None:
         return value, value._version, None
     if isinstance(value, list | dict | set):
         return value, len(value), None
-    return (None, value, None) if type(value) in (int, float) else None
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return (None, value, None) if number else None
 
 
 def _differ(before: _Mark, now: _Mark) -> bool:
