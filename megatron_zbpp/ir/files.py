@@ -94,8 +94,7 @@ def _require_few(node: Any, known: dict[int, int]) -> int:
         entries = value if is_list(value) else []
         seen = set[str]()
         for entry in entries:
-            pair: tuple[Any, ...] = entry if isinstance(entry, tuple) else (None, entry)
-            key, *rest = pair
+            key, *rest = (None, entry) if hasattr(entry, 'tag') else entry  # of a list, or a pair
             if key is not None and key.value in seen:
                 raise ValueError(f'key {key.value!r} stands twice: leave one out')
             seen |= {key.value} if key is not None else set()
