@@ -11,7 +11,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_zbpp.ir.strict_json import printable
+from megatron_zbpp.ir.strict_json import is_list, printable
 
 _Found = TypeVar('_Found')
 _YAML = ('.yaml', '.yml')
@@ -90,9 +90,11 @@ def _require_few(node: Any, known: dict[int, int]) -> int:
     """Return the number of values in a node, aliases written out."""
     if id(node) not in known:
         known[id(node)] = 1
-        value, seen = getattr(node, 'value', None), set[str]()
-        for entry in value if isinstance(value, list) else ():
-            key, *rest = entry if isinstance(entry, tuple) else (None, entry)
+        value: Any = getattr(node, 'value', None)
+        entries = value if is_list(value) else []
+        seen = set[str]()
+        for entry in entries:
+            key, *rest = (None, entry) if hasattr(entry, 'tag') else entry  # of a list, or a pair
             if key is not None and key.value in seen:
                 raise ValueError(f'key {key.value!r} stands twice: leave one out')
             seen |= {key.value} if key is not None else set()

@@ -52,7 +52,7 @@ def loads(text: str) -> object:
         what = f'no JSON ({error})' if text.strip() else 'empty'
         raise ValueError(f'it is {what}: give the file that a command wrote') from error
     level = [data]
-    for _ in range(_DEEPEST + 1):  # what reads it, and writes it in messages, may recurse
+    for _ in range(_DEEPEST):  # what reads it, and writes it in messages, may recurse
         held = (each.values() if is_object(each) else each for each in level if _holds(each))
         level = [each for values in held for each in values if _holds(each)]
     if level:

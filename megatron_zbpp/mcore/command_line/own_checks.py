@@ -27,7 +27,8 @@ def require_possible(args: Namespace) -> None:
     pairs = [('num_attention_heads', 'num_query_groups')] * args.group_query_attention
     pairs += [('hidden_size', 'num_attention_heads')] * (given['kv_channels'] is None)
     for whole, part in pairs:
-        if given[whole] and given[part] and given[whole] % given[part]:
+        number, divisor = given[whole], given[part]
+        if number and divisor and number % divisor:
             raise ValueError(
                 f'{flag(part)} {given[part]} does not divide {flag(whole)} {given[whole]}: give a '
                 'divisor'

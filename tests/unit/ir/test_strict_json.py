@@ -58,3 +58,10 @@ def test_objects(data, said):
 
 def test_an_object_that_fits():
     strict_json.require({'m': 1}, {'m': strict_json.integer}, {'n': strict_json.number})
+
+
+def test_depth():
+    """What reads a value may recurse: its depth is limited."""
+    assert strict_json.loads('[' * 32 + ']' * 32)
+    with pytest.raises(ValueError, match='nested too deep: nest at most 32'):
+        strict_json.loads('[' * 33 + ']' * 33)
