@@ -30,7 +30,7 @@ class Idle(NamedTuple):
 
 
 def idle_parts(timeline: Timeline, costs: Costs) -> Idle:
-    """Divide `idle_all_ranks` of a simulated timeline by its causes; `costs` are the simulation's."""
+    """Divide `idle_all_ranks` of a timeline by its causes; `costs` are those of its simulation."""
     span, ranks = timeline.makespan, timeline.schedule.num_ranks
     if not span:
         return Idle(0.0, 0.0, 0.0)
