@@ -30,12 +30,7 @@ class Idle(NamedTuple):
 
 
 def idle_parts(timeline: Timeline, costs: Costs) -> Idle:
-    """Divide `timeline.idle_all_ranks` by its causes.
-
-    Args:
-        timeline: simulated.
-        costs: by which it was.
-    """
+    """Divide `idle_all_ranks` of a timeline by its causes; `costs` are those of its simulation."""
     span, ranks = timeline.makespan, timeline.schedule.num_ranks
     if not span:
         return Idle(0.0, 0.0, 0.0)

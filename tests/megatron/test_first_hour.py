@@ -6,6 +6,7 @@ is unbalanced: each command of the page has what it must print, or the test that
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import sys
@@ -179,3 +180,57 @@ def test_what_a_training_says(name, tmp_path):
     assert len(re.findall(log, said)) == 3
     end = r'megatron_zbpp: training ends: .* of \d iterations; simulated .* time than 1f1b'
     assert len(re.findall(end, said)) == 1
+
+
+@needs_training
+def test_rolling_back(tmp_path):
+    """The page's commands, one after the other: stock goes on where a V stopped, and saves."""
+    lines = [
+        each for each in pages.lines(DOCS / 'troubleshooting.md') if each.startswith('torchrun')
+    ]
+    assert ['--pipeline-schedule' in each for each in lines] == [True, False]
+    for until, line in zip((2, 4), lines, strict=True):
+        line = line.replace('-m megatron_zbpp.launch ', '')  # stock, too, needs it on a CPU
+        script = f'-m megatron_zbpp.launch --cpu {SCRIPT}'
+        line = line.replace('/path/to/Megatron-LM/pretrain_gpt.py', script)
+        line = line.replace('--nproc-per-node 8', '--standalone --nproc-per-node 2')
+        filling = [*COMMON, '--train-iters', str(until), '--global-batch-size', '4']
+        filling += ['--override-opt_param-scheduler']
+        filling += ['--exit-on-missing-checkpoint'] if until == 4 else []
+        line = line.replace('-size 8', '-size 2').replace('...', shlex.join(filling))
+        done = run(
+            [sys.executable, '-m', 'torch.distributed.run', *shlex.split(line)[1:]],
+            cwd=tmp_path,
+            env={'PYTHONPATH': str(ROOT)},
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr
+        assert ('zb-v on 2 ranks' in done.stdout + done.stderr) == (until == 2)
+        steps = re.findall(rf'iteration +(\d)/ +{until} \|.*lm loss: [\d.E+-]+ \|', done.stdout)
+        assert steps == [str(until - 1), str(until)], done.stdout
+        assert (tmp_path / 'checkpoints/latest_checkpointed_iteration.txt').read_text() == str(
+            until
+        )
+
+
+def test_figures_of_a_loop(tmp_path):
+    """Telemetry's function in the program of the first page: figures of each iteration, once."""
+    (code,) = (b.text for b in pages.blocks() if 'def log_pipeline' in b.text)
+    program = pages.files(DOCS / 'getting-started.md')['train.py']
+    step = '    optimizer.step()\n'
+    assert step in program
+    first = 'print if torch.distributed.get_rank() == 1 else None'
+    logged = f'{step}    write = {first}\n    log_pipeline(iteration, write and shown)\n'
+    shown = 'def shown(row, step):\n    print(row, step)\n'
+    (tmp_path / 'train.py').write_text(f'{code}\n{shown}\n{program.replace(step, logged)}')
+    words = '-m torch.distributed.run --standalone --nproc-per-node 2 train.py'.split()
+    done = run([sys.executable, *words], cwd=tmp_path, env={'PYTHONPATH': str(ROOT)}, timeout=200)
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r'^(\{.*\}) (\d+)$', done.stdout, re.M)
+    assert [int(step) for _, step in rows] == [*range(20)]
+    page = (DOCS / 'telemetry.md').read_text()
+    for row, _ in rows:
+        found = ast.literal_eval(row)
+        assert all(f'| `{name}` |' in page for name in found) and len(found) == 3
+        assert 0 <= found['pipeline/bubble'] <= found['pipeline/idle-all-ranks'] < 1
+        assert found['pipeline/live-activations'] == 2

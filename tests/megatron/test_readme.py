@@ -73,7 +73,11 @@ WALK = {  # by tests/megatron/test_unbalanced_page.py, with those between
 REFERENCE = {  # by tests/megatron/test_asynchronous_reference.py
     c.line for c in COMMANDS if c.page.stem == 'asynchronous' and c.line.startswith('torchrun')
 }
-LAUNCH = [c.line for c in COMMANDS if 'megatron_zbpp.launch' in c.line and c.line not in WALK]
+ROLLBACK = {  # by tests/megatron/test_first_hour.py, one after the other
+    c.line for c in COMMANDS if c.page.stem == 'troubleshooting' and c.line.startswith('torchrun')
+}
+RUN_THERE = WALK | ROLLBACK
+LAUNCH = [c.line for c in COMMANDS if 'megatron_zbpp.launch' in c.line and c.line not in RUN_THERE]
 BENCH = [c.line for c in COMMANDS if c.line.startswith('zbpp bench')]
 INSTALL = [c.line for c in COMMANDS if c.line.startswith('pip install')]
 BENCHMARKS = [
@@ -81,7 +85,7 @@ BENCHMARKS = [
     for c in COMMANDS
     if c.line.startswith('python scripts/benchmark') and c.line not in ELSEWHERE
 ]
-APART = {*ELSEWHERE, *LAUNCH, *BENCH, *WALK, *REFERENCE, *INSTALL, *BENCHMARKS}
+APART = {*ELSEWHERE, *LAUNCH, *BENCH, *RUN_THERE, *REFERENCE, *INSTALL, *BENCHMARKS}
 TOGETHER = {  # of each page, in one folder, as they use each other's files
     page: lines
     for page in pages.PAGES
