@@ -176,13 +176,15 @@ def _head(figure: Figure, entries: Iterable[tuple[str, str]], *lines: tuple[str,
 
     handles = [Patch(facecolor=fill, label=f'{text}{_feet(text)}') for text, fill in entries]
     how: dict[str, Any] = {'loc': 'upper center', 'frameon': False, 'fontsize': 9}
-    for columns in range(5, 0, -1):
+    columns = 5
+    while True:
         box = figure.legend(handles=handles, ncols=columns, **how)
         box.set_in_layout(False)
         size = box.get_window_extent()
         if columns == 1 or size.width <= figure.bbox.width:
             break
         box.remove()
+        columns -= 1
     texts = [(fitted(text, figure.get_figwidth(), of), of) for text, of in lines if text]
     depths = [0.1, *(1.45 * of * (text.count('\n') + 1) / 72 for text, of in texts)]
     head = sum(depths) + size.height / figure.dpi

@@ -36,7 +36,7 @@ ITERATIONS = 4
 SAVED = 2  # iteration whose checkpoint a resume loads
 EVENTFUL = 2  # iteration in which gradients overflow, or a rank is killed
 LAST_BITS, ROUNDING = 1e-5, 1e-6
-_PATIENCE = 60  # seconds in which the other ranks of one that is killed have to end
+_PATIENCE = 240  # seconds in which the other ranks of one that is killed have to end
 
 BITS, CLOSE = 'to the bit', 'within rounding'
 REFUSED, ENDS = 'refused', 'every rank ends with an error'
@@ -583,7 +583,7 @@ def _killed(ranks: Ranks, composition: Composition, flags: list[str], event: Any
     """A rank that is gone ends all others: with an error each, and soon."""
     with mock.patch.object(rank_pool, '_LAST_WORDS', _PATIENCE):
         try:
-            ranks.run(end, [*nvidia.COMMON, *flags, *composition.ours], event, timeout=120)
+            ranks.run(end, [*nvidia.COMMON, *flags, *composition.ours], event, timeout=300)
         except RankError as error:
             if 'no answer' in str(error):
                 return Outcome('hangs', str(error)[-300:])

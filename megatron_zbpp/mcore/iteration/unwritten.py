@@ -78,8 +78,9 @@ def _mark(value: object) -> _Mark | None:
         return value, value._version, None
     if isinstance(value, list | dict | set):
         return value, len(value), None
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return (None, value, None) if number else None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return None, value, None
+    return None
 
 
 def _differ(before: _Mark, now: _Mark) -> bool:
