@@ -18,6 +18,11 @@ import torch
 from megatron_zbpp.runtime import compat
 from megatron_zbpp.runtime.key import Key
 
+INNER_BACKWARD = (
+    'a backward inside a forward (backward() or torch.autograd.grad in a loss function or a model) '
+    'is unsupported because W passes compute weight gradients later: choose a schedule without W '
+    'passes, such as 1f1b'
+)
 Gradients = Sequence[torch.Tensor | None]
 # of a parameter, and whether its gradients are added where they belong by `Deferred.compute`
 DroppedGradient = Callable[[torch.nn.Parameter, bool], torch.Tensor | None]
@@ -124,9 +129,15 @@ class WeightGradStore:
         start: Callable[[], None] | None = None,
         fused: Collection[int] = (),
     ) -> None:
-        """Keep what a layer's backward defers, which calls this; arguments as of `Deferred`."""
+        """Keep what a layer's backward defers, which calls this; arguments as of `Deferred`.
+
+        Raises:
+            NotImplementedError: that backward runs inside a forward: no W would follow.
+        """
         key = self._key
         assert key is not None, 'only a pass that leaves them to W is to ask for it'
+        if key not in self._pending:
+            raise NotImplementedError(INNER_BACKWARD)
         self._pending[key].append(Deferred(parameters, compute, held, start, fused))
 
     def held(self, key: Key) -> int:
@@ -182,7 +193,8 @@ class _Visits:
 
     def run(self, records: list[Deferred]) -> None:
         """Compute what they defer, the first of them first."""
-        _start(records[0])
+        if records[0].start is not None:
+            records[0].start()
         self._left[:] = records
         records.clear()  # each is freed when it has run
         try:
@@ -200,11 +212,6 @@ def _shape(records: Sequence[Deferred]) -> list[tuple[int, ...]]:
     return [tuple(map(id, deferred.parameters)) for deferred in records]
 
 
-def _start(deferred: Deferred) -> None:
-    if deferred.start is not None:
-        deferred.start()
-
-
 class _WeightGradient(torch.autograd.Function):
     """A node over parameters whose backward is the computation that waits at its place."""
 
@@ -219,8 +226,8 @@ class _WeightGradient(torch.autograd.Function):
     def backward(ctx, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         left, place = ctx.left, ctx.place
         deferred, left[place] = left[place], None
-        if place + 1 < len(left):
-            _start(left[place + 1])  # overlaps with what is computed now
+        if place + 1 < len(left) and left[place + 1].start is not None:
+            left[place + 1].start()  # overlaps with what is computed now
         return None, None, *deferred.compute()
 
 

@@ -174,6 +174,41 @@ def test_kernels_are_those_of_the_whole_backward(ranks):
     assert len(whole[0][0]) == 3
 
 
+def inner_backward(wanted):
+    """What is said of a backward while a forward still runs, and what it leaves in the weight."""
+    import torch
+    from megatron.core.tensor_parallel import layers
+
+    import megatron_zbpp
+
+    group = torch.distributed.new_group(
+        [torch.distributed.get_rank()], use_local_synchronization=True
+    )
+    weight, x = torch.nn.Parameter(torch.ones(3, 4)), torch.ones(2, 4, requires_grad=True)
+    with megatron_zbpp.enable('zb-h1') as plugin, plugin.session.store.scope((1, 0, 0)):
+        y = layers.linear_with_grad_accumulation_and_async_allreduce(
+            x, weight, None, False, False, False, tp_group=group
+        )
+        try:
+            if wanted == 'all':
+                y.sum().backward()
+            else:
+                torch.autograd.grad(y.sum(), x, create_graph=wanted == 'penalty')
+            said = ''
+        except NotImplementedError as error:
+            said = str(error)
+    torch.distributed.destroy_process_group(group)
+    return said, weight.grad
+
+
+@pytest.mark.parametrize('wanted', ['all', 'input', 'penalty'])
+def test_a_backward_inside_a_forward_is_refused(ranks, wanted):
+    """No W would follow; and of a layer whose weight gradient waits nobody could ask for it."""
+    for said, left in ranks(2).run(inner_backward, wanted):
+        assert said.startswith('a backward inside a forward') and '1f1b' in said
+        assert left is None
+
+
 def switches(forward, backward):
     """Whether autocast is on for CUDA where a W computes, as in Megatron's own backward."""
     import torch

@@ -237,3 +237,25 @@ def test_megatrons_ranges():
             finally:
                 utils.configure_nvtx_profiling(False)
     assert calls == ['PP:3F1', 'end']
+
+
+@contextmanager
+def printed_losses(training):
+    losses, original = [], training.print_rank_last
+
+    def print_rank_last(line):
+        losses.extend(map(float, re.findall(r'lm loss: (\S+)', line)))
+        original(line)
+
+    with mock.patch.object(training, 'print_rank_last', print_rank_last):
+        yield losses
+
+
+@needs_training
+def test_second_line_after_a_start_is_a_mean(ranks):
+    """By Megatron's own loop, which keeps the first iteration's loss: see docs/exactness.md."""
+    flags = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 2, '--train-iters', 3]
+    stock = run(ranks(2), *flags, event=printed_losses)
+    first, second, third = (float.fromhex(loss) for loss, *_ in stock.losses.values())
+    assert stock.reported[-1] == pytest.approx([first, (first + second) / 2, third], abs=2e-6)
+    assert abs(first - second) > 1e-4

@@ -97,11 +97,7 @@ def deferring_linear(original: type, store: WeightGradStore) -> type:
 
 
 def _plain(settings: dict[str, Any]) -> bool:
-    """Return whether weight gradients are computed at once and whole, with no plan of Megatron's.
-
-    Args:
-        settings: of the layer, by the names that this release gives them.
-    """
+    """Return whether weight gradients are computed at once and whole, by a layer's arguments."""
     return settings['grad_output_buffer'] is None and settings.get('gtp_remat_size', 1) == 1
 
 
@@ -131,10 +127,7 @@ class _Context:
 
 
 def _without_autocast(backward: Callable, context: _Context) -> Callable:
-    """Return Megatron's backward out of the wrapper that switches autocast, which stays off.
-
-    The switch takes a fifth of the host's time for a layer, and we call the backward twice.
-    """
+    """Return Megatron's backward without the wrapper that switches autocast, where it stays off."""
     wrapped = getattr(backward, '__wrapped__', None)
     if wrapped is None or context._fwd_used_autocast or torch.is_autocast_enabled('cuda'):
         return backward
@@ -240,10 +233,6 @@ class _Unasked:
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> None:
-        """Answer torch, which asks because it does not know what it is.
-
-        Raises:
-            NotImplementedError: for anything but the gradient of the input.
-        """
+        """Return None for the gradient of the input, which torch asks for."""
         if function is not torch.Tensor.matmul:
             raise NotImplementedError(f"Megatron's backward uses the weight for {function}")

@@ -13,7 +13,7 @@ from megatron_zbpp.mcore.patches.dummy_gradients import dummy_gradient
 from megatron_zbpp.mcore.patches.shards import Shard, start_all
 from megatron_zbpp.mcore.patches.transformer_engine.aliases import READ, Aliased, alias_of
 from megatron_zbpp.mcore.patches.transformer_engine.gathers import leave_gather_to_w
-from megatron_zbpp.runtime.weight_grads import Gradients, WeightGradStore
+from megatron_zbpp.runtime.weight_grads import INNER_BACKWARD, Gradients, WeightGradStore
 
 # which of (input, gradient of the output) sequence parallelism gathers, by `parallel_mode`
 _GATHERED = {'column': 0, 'row': 1}
@@ -154,7 +154,7 @@ class DelayedModule:
         if runs is None:
             raise RuntimeError(
                 f'{type(self._module).__name__} put off its weight gradient in a backward that '
-                'is not one of the schedule'
+                f"is not one of the schedule's: {INNER_BACKWARD}"
             )
         if self.entries > 1 and runs and runs[-1][0] is self and len(runs[-1][1]) < self.entries:
             runs[-1][1].append((tensors, function))
