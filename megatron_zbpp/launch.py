@@ -103,14 +103,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _install_cpu(words: list[str]) -> None:
-    """Let Megatron run on CPU, in this process and in those that it starts.
-
-    Args:
-        words: arguments of the script.
-
-    Raises:
-        ModuleNotFoundError: Transformer Engine's kernels cannot be emulated.
-    """
+    """Let Megatron run on CPU, in this process and in those that it starts."""
     cpu.install()
     if wants_transformer_engine(words):
         te.install()

@@ -108,7 +108,6 @@ def _check_shape(schedule: Schedule) -> None:
 
 
 def _by_rank(schedule: Schedule, wanted: Iterable[Task]) -> list[list[Task]]:
-    """Return those of the `wanted` tasks that each rank does, of some microbatches at least."""
     placement = schedule.placement
     found: list[list[Task]] = [[] for _ in schedule.passes]
     for task in wanted:
@@ -213,7 +212,6 @@ def _turns(
 def _progress(
     graph: Graph, task: Task, comes: Sequence[int], done: Mapping[Task, set[int]]
 ) -> _Done:
-    """Return how far a rank has come with `task`, which follows on that of another slice."""
     begins, step = _direction(graph, task.kind)
     previous = task._replace(slice=(task.slice - step) % graph.num_slices)
     if previous not in done:  # not each slice has it
@@ -246,7 +244,6 @@ def _microbatches(schedule: Schedule, rank: int, task: Task) -> Sequence[int]:
 
 
 def _done_without(schedule: Schedule, rank: int, p: Pass, need: Need) -> bool:
-    """Return whether the schedule leaves out an optional task that `p` would need."""
     kinds = schedule.graph.kinds
     if not kinds[need.task.kind].optional or kinds[p.kind].optional:
         return False
@@ -275,7 +272,6 @@ def _foreign(schedule: Schedule, rank: int, at: int) -> ScheduleError:
 
 
 def _repeated(schedule: Schedule, rank: int, at: int, task: Task) -> ScheduleError:
-    """Return the error for a pass that does again what has been done."""
     p, what = schedule.passes[rank][at], schedule.graph.kinds[task.kind].words
     first = _doer(schedule, rank, task, p.microbatch)
     message = f'{p} on rank {rank} repeats the {what} that {first} has done: keep one of them'
@@ -331,14 +327,12 @@ def _missing(
 
 
 def _doer(schedule: Schedule, rank: int, task: Task, microbatch: int) -> Pass | None:
-    """Return the first pass of `rank` that does `task` of `microbatch`."""
     kinds = schedule.graph.doers[task.kind]
     passes = {Pass(kind, task.stage, microbatch, task.slice) for kind in kinds}
     return next((p for p in schedule.passes[rank] if p in passes), None)
 
 
 def _proven_programs(schedule: Schedule, receives: str) -> tuple[Program, ...]:
-    """Return what the runtime will issue: it ends, and receives in the order of sends."""
     try:
         return lower(schedule, receives)
     except DeadlockError as error:

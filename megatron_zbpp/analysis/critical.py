@@ -60,7 +60,6 @@ def _cause(
     spans: dict[Pass, tuple[float, float]],
     previous: Pass | None,
 ) -> tuple[str, Pass | None]:
-    """Return what let `p` start last of all that it waited for: `Step.waited` and `Step.on`."""
     rank_of = schedule.rank_of
     causes = [(spans[previous][1], 'rank', previous)] if previous else []
     for need, q in schedule.needs(p):

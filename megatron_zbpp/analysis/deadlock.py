@@ -124,7 +124,6 @@ class _Replay:
         self._run()
 
     def stuck(self) -> dict[int, str]:
-        """Return where each rank stands that has not reached its end."""
         return {
             rank: self._words(rank, program[at])
             for rank, (program, at) in enumerate(zip(self._programs, self._cursor, strict=True))
@@ -132,11 +131,9 @@ class _Replay:
         }
 
     def passes(self, rank: int) -> int:
-        """Return how many passes it has run."""
         return sum(type(i) is Pass for i in self._programs[rank][: self._cursor[rank]])
 
     def _words(self, rank: int, instruction: Instruction | Collective) -> str:
-        """Return what it stands at; of a pass, the receives that are open."""
         posted = self._programs[rank][: self._cursor[rank]]
         opened = self._open[rank]
         waited = [i for i in posted if type(i) is Receive and i in opened[i.peer, i.saved]]
@@ -145,10 +142,6 @@ class _Replay:
         return f'{instruction} for {", ".join(map(str, waited))}'
 
     def _run(self) -> None:
-        """Run each rank as far as it goes, and again those that may have waited for what it did.
-
-        It is one loop, as ranks take turns every few instructions.
-        """
         ready, waiting, spinning, opened = self._ready, self._waiting, self._spinning, self._open
         synchronises, in_order = self._synchronises, self._in_order
         while ready:
@@ -189,7 +182,6 @@ class _Replay:
             self._cursor[rank] = at
 
     def _meets(self, rank: int, collective: Collective | Exchange) -> bool:
-        """Return whether all are there now that `rank` is; wake those that waited."""
         met = self._met[collective]
         met.add(rank)
         if len(met) < collective.size:

@@ -23,10 +23,7 @@ def evaluation(schedule: Schedule) -> Schedule:
 
 
 def _unhindered(schedule: Schedule) -> tuple[tuple[Pass, ...], ...]:
-    """Return the orders in which no microbatch, or slice of it, waits for another one.
-
-    What is no forward comes when its inputs do, and as early as can be where forwards need it.
-    """
+    """Return the orders in which no microbatch, or slice of it, waits for another one."""
     cut, routes = schedule.graph.num_slices, len(schedule.placement.routes)
     early = 1 + len(schedule.graph.kinds)  # longer than any chain of passes before a forward
     units: dict[int, list[tuple[int, Pass]]] = defaultdict(list)

@@ -86,7 +86,6 @@ def fit(timeline: Timeline, comm: float = 0.0) -> Costs:
 
 
 def _shares(times: tuple[float, ...]) -> tuple[float, ...]:
-    """Return what part of all these times each is; equal ones where they are none."""
     whole = fsum(times)
     return tuple(time / whole if whole else 1 / len(times) for time in times)
 
@@ -129,10 +128,6 @@ def _latencies(
     The shortest that was seen between two ranks, both ways taken together, so that clocks which
     differ do not matter. Of pairs that waited for each other, or of all where none did; the lower
     rank first.
-
-    Args:
-        timeline: measured.
-        waits: see `_waits`.
     """
     shortest = timeline.lags()
     ways = {(a, b): lag + shortest[b, a] for (a, b), lag in shortest.items() if a < b}
@@ -155,11 +150,6 @@ def _hops(
 
     Where a pair of ranks has one hop, or a hop was never waited for, that is 0. Clocks that differ
     hide how long each way takes: both get half.
-
-    Args:
-        timeline: measured.
-        pairs: latency by pair of ranks.
-        shortest: see `_waits`.
     """
     placement = timeline.schedule.placement
     if not placement.is_one_way:

@@ -270,7 +270,6 @@ class _Collectives:
         self._missing = {key: set(makers) for key, (makers, _) in self._taken.items()}
 
     def completed_by(self, group: Sequence[int]) -> Iterator[Exchange]:
-        """Yield those to which the last contribution is of these passes, in the graph's order."""
         for message in self._all:
             for each in group:
                 _, _, microbatch, part = self._flow.passes[each]

@@ -54,7 +54,6 @@ def highest(schedule: Schedule, costs: Costs) -> tuple[tuple[float, ...], ...]:
     change = costs.changes(schedule.graph)
 
     def within(kind: str, stage: int, cut: int) -> float:
-        """Return how much more than at its end is held during a pass."""
         sums = list(accumulate(change[part, stage, cut] for part in kinds[kind].parts))
         return max(sums) - sums[-1]
 

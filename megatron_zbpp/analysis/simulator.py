@@ -267,7 +267,6 @@ class _Run:
         return _Flat(*needs[0], tuple(needs[1:]), own[0], tuple(own[1:]), duration)
 
     def _filled(self, rank: int, first: int, group: list[tuple[int, _Flat]]) -> Iterator[int]:
-        """Return the entries that a group fills; of what is rare, those of all microbatches."""
         kinds = self.schedule.graph.kinds
         for at, (mb, flat) in enumerate(group, first):
             every = kinds[self.schedule.passes[rank][at].kind].every
@@ -275,7 +274,6 @@ class _Run:
                 yield from range(row + mb, row + mb - every, -1)
 
     def _share(self, spans: list[_Span], rank: int, first: int) -> None:
-        """Give each of a group its part of the time, one after the other."""
         start, _ = spans[first]
         group, saved = self._group(rank, first)
         for at, (_, flat) in enumerate(group, first):
@@ -285,7 +283,6 @@ class _Run:
 
 
 def _engines(schedule: Schedule, flat: Compiled) -> Iterator[tuple[int, Sequence[int]]]:
-    """Return each engine of each rank, with the places of its passes in that rank's order."""
     for rank, order in enumerate(schedule.passes):
         if not schedule.together and not flat.on_copy_engines:
             yield rank, range(len(order))

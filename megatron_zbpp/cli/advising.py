@@ -245,11 +245,6 @@ def _at_rate(job: Job, tflops: float) -> Job:
 
 
 def _rate(job: Job, measured: float, own: Setup) -> float:
-    """Return the TFLOP/s at which the layers take what was measured, communication included.
-
-    Raises:
-        ValueError: communication alone would take as long.
-    """
     slow, fast = (
         sum(map(sum, stages_of(_at_rate(job, tflops), own).costs.times.values()))
         for tflops in (1.0, 2.0)

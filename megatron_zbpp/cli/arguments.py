@@ -193,7 +193,6 @@ def _times(text: str) -> Times | StageCosts:
 
 
 def _read(text: str, read: Callable[[str], _Read], wanted: str) -> _Read:
-    """Return what `read` finds in the file `text`; errors of it end in what is `wanted`."""
     try:
         return read(values.path(text))
     except OSError as error:

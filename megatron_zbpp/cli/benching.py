@@ -135,7 +135,6 @@ class _Runs:
         self._found = known.get('runs', {})
 
     def has(self, name: str, turn: int) -> bool:
-        """Return whether that run has ended, well or not."""
         return turn < len(self._found.get(name, ()))
 
     def of(self, name: str) -> list[Any]:
@@ -143,7 +142,6 @@ class _Runs:
         return self._found.get(name, [])
 
     def add(self, name: str, turn: int, found: Any) -> None:
-        """Keep what a run left."""
         assert turn == len(self.of(name)), 'runs of a schedule end in order'
         self._found.setdefault(name, []).append(found)
         text = json.dumps({**self._of, 'runs': self._found}, indent=1)
@@ -151,11 +149,7 @@ class _Runs:
 
 
 def _written_start(job: Bench, folder: Path) -> str:
-    """Return the folder of the checkpoint that all runs begin with; writes it if need be.
-
-    Raises:
-        ValueError: its run failed.
-    """
+    """Return the folder of the checkpoint that all runs begin with; writes it if need be."""
     start = folder / _START
     if not (start / 'latest_checkpointed_iteration.txt').exists():
         _say("a checkpoint, by Megatron's own schedule")
@@ -167,7 +161,6 @@ def _written_start(job: Bench, folder: Path) -> str:
 
 
 def _run(words: Sequence[str], log: Path) -> dict[str, Any]:
-    """Run a launch line to its end and return what it printed, which goes to `log`, too."""
     from megatron_zbpp.mcore.command_line.bench import Printed
 
     printed = Printed()
@@ -219,7 +212,6 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _left(printed: Printed, code: int) -> dict[str, Any]:
-    """Return what is kept of a run."""
     failed = bool(code) or not printed.steps
     return {
         'seconds': [step.seconds for step in printed.steps],

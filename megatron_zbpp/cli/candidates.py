@@ -118,11 +118,7 @@ def allowed_chunks(args: Namespace) -> list[int]:
 
 
 def _within(args: Namespace, allowed: list[int]) -> list[int]:
-    """Return the chunks per rank of which each stage still gets a layer.
-
-    Raises:
-        ValueError: none are left.
-    """
+    """Return the chunks per rank of which each stage still gets a layer."""
     fitting = [chunks for chunks in allowed if args.pp * chunks <= args.layers]
     if not fitting:
         fewest = args.pp * min(allowed)

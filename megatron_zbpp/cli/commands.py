@@ -269,11 +269,6 @@ def _kept(args: Namespace, case: inputs.Case) -> str:
 
 
 def _format(file: str, asked: str | None) -> str:
-    """Return the format to write: what is asked for, or what the file's name says.
-
-    Raises:
-        ValueError: it says nothing, or another.
-    """
     suffix = Path(file).suffix.lower()
     said = next((name for name, ends in FORMATS.items() if ends == suffix), None)
     to = asked or said

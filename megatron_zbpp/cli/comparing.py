@@ -127,11 +127,6 @@ def _reasons(skipped: dict[str, str]) -> list[str]:
 
 
 def _refuse_what_is_not_read(args: Namespace) -> None:
-    """Return if no flag is given that is about one rank's costs.
-
-    Raises:
-        ValueError: one is.
-    """
     if args.pp is None or args.microbatches is None:
         missing = '--pp' if args.pp is None else '--microbatches'
         raise ValueError(f'--layers-file needs {missing}: give a number from 1 up')

@@ -97,8 +97,6 @@ def load_devices(path: str | None, ranks: int | None) -> Devices:
 
 
 def _read(path: str, reader: Callable, name: str):
-    """Return what a file has, or under `name` that of a plan."""
-
     def parse(text: str):
         data = strict_json.loads(text)
         fields = data if strict_json.is_object(data) else {}

@@ -101,7 +101,6 @@ def add_case(command: ArgumentParser) -> None:
 
 
 def _require_work(layers: Layers) -> None:
-    """Return if there is something to divide; say which layers Megatron has no letter for."""
     if not any(layer.time for layer in layers):
         raise ValueError('no layer takes time: give F, B and W above 0 for some, zbpp profile does')
     unknown = sorted({layer.kind for layer in layers} - KINDS)
@@ -184,7 +183,6 @@ def partition_layers(args: Namespace) -> int:
 
 
 def _refuse_what_a_strategy_ignores(args: Namespace) -> None:
-    """Return if each flag that is given is about what a strategy chooses."""
     ignored = {
         name: 'it has one chunk a rank, and stages of its own'
         for name in ('placements', 'schedules', 'exact')
@@ -199,7 +197,6 @@ def _refuse_what_a_strategy_ignores(args: Namespace) -> None:
 
 
 def _space(args: Namespace, layers: Layers, devices: Devices, limit: Limit) -> Space:
-    """Return what a strategy chooses in."""
     loop = [Placement.loop(len(devices))]
     m = args.microbatches
     return Space.of(layers, devices, m, loop, limit, args.objective, args.fused, args.keep_order)

@@ -208,7 +208,6 @@ def _plan_inputs(args: Namespace) -> tuple[Path | None, list[Candidate], int]:
 
 
 def _of_stages(args: Namespace) -> tuple[str, ...]:
-    """Return what may be done with activations of a stage: all but what is of the whole model."""
     return tuple(name for name in args.actions if name != SELECTIVE)
 
 
@@ -253,7 +252,6 @@ def _print_counts(found: Plan, counts: list[Count], sizes: tuple[int, ...]) -> N
 
 
 def _selective(args: Namespace, found: Plan) -> bool:
-    """Return whether a plan is for a run with Megatron's selective recomputation."""
     if SELECTIVE not in args.actions:
         return False
     return found.costs != with_selective(args, found.schedule.placement, selective=False)

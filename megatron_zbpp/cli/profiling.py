@@ -156,7 +156,6 @@ def profile(args: Namespace) -> None:
 
 
 def _times(args: Namespace, notes: list[str]) -> tuple[list[Measured], Measured | None]:
-    """Return what was measured of each layout, and the files' times if given."""
     if args.stages:
         return [_measured(text) for text in args.stages], None
     found = read_times(
@@ -179,7 +178,6 @@ def _times_file(found: Measured | None) -> str:
 
 
 def _refuse_what_is_not_read(args: Namespace) -> None:
-    """Return if each flag that is given is about what is asked for."""
     for flag, given in (('constant', args.constant), ('write-devices', args.write_devices)):
         if args.model and given:
             raise ValueError(f'--{flag} is about --stages: leave it out')
@@ -223,7 +221,6 @@ def shape_of(args: Namespace) -> Shape:
 
 
 def _one_run(measured: Sequence[Measured]) -> tuple[Measured, Placement]:
-    """Return what was measured, and the ranks of its stages; one each where that is not told."""
     if len(measured) > 1:
         raise ValueError('--write-devices is about the ranks of one run: give one --stages')
     (own,) = measured

@@ -149,7 +149,6 @@ def plan_in_shards(args: Namespace) -> tuple[Case, dict, int]:
 
 
 def _with_share(args: Namespace) -> float | str | Undecided:
-    """Return what is asked for, with a share: times in the costs, or else the usual one."""
     if args.vocab_parallel != Undecided(None):
         return args.vocab_parallel
     costs = costs_of(args, Placement.loop(args.pp, allowed_chunks(args)[0]))
@@ -162,14 +161,7 @@ def _share(args: Namespace) -> float | str:
 
 
 def _ways(args: Namespace, budget: Budget) -> list[Way]:
-    """Return the best named schedule of each number of slices, with shards and without.
-
-    Where that takes long, the clock gives each of them an equal share of the time that is left. One
-    has a schedule in any case.
-
-    Raises:
-        ValueError: there is none; it says why the last one cannot be.
-    """
+    """Return the best named schedule of each number of slices, with shards and without."""
     found, why, asked = list[Way](), '', args.vocab_parallel
     kinds: dict[str, dict] = {_ON_ALL: {'vocab_parallel': _share(args)}}
     if isinstance(asked, Undecided):
@@ -194,12 +186,7 @@ def _ways(args: Namespace, budget: Budget) -> list[Way]:
 
 
 def _cases(args: Namespace, needed: bool) -> tuple[list[Case], str]:
-    """Return named schedules, the shortest first, and why the last one that is not cannot be.
-
-    Args:
-        args: of one way.
-        needed: whether one is to be built even if there is no time.
-    """
+    """Return named schedules, the shortest first, and why the last one that is not cannot be."""
     cases, why = list[Case](), ''
     for name, chunks in sorted(hosts_of(allowed_chunks(args)), key=partial(_turn, args)):
         if (cases or not needed) and not args.on_time():
@@ -223,7 +210,6 @@ def _turn(args: Namespace, host: tuple[str, int]) -> float:
 
 
 def _is_small(args: Namespace) -> bool:
-    """Return whether all ways are gone within some seconds, and the clock cuts none short."""
     slices = slicing.number(args)
     if slices == 0:  # those that are tried
         slices = (args.seq_length or 1) // args.least_slice
@@ -252,16 +238,12 @@ def choose(ways: list[Way]) -> Way:
 
 
 def _length(args: Namespace, case: Case) -> float:
-    """Return what is to be least."""
     timeline = case.timeline
     return max(timeline.windows) if args.objective == 'window' else timeline.makespan
 
 
 def _searched(args: Namespace, best: Way, begun: float, progress: Callable[[float], None]) -> Plan:
-    """Return the best order that a search finds on the placement of the best named schedule.
-
-    Planning began at `begun`, which counts where the clock may end it.
-    """
+    """Return the best order that a search finds on the placement of the best named schedule."""
     schedule, costs, _ = best.case
     same = [each.schedule for each in best.others if each.schedule.graph == schedule.graph]
     return plan(
@@ -292,7 +274,6 @@ def _print(args: Namespace, found: Plan, made: dict, ways: list[Way], best: Way)
 
 
 def _why(ways: list[Way], best: Way, value: float) -> str:
-    """Return what the choice gains over whole sequences, and over a whole layer; and why."""
     first = min(ways, key=lambda each: (each.slices, each.layer == _ON_ALL))
     if (best.slices, best.layer) == (first.slices, first.layer):
         said = f'output layer {best.layer}: slices or shards gain less than {_HARDLY:.0%}'

@@ -108,11 +108,6 @@ def freeze_schedule(args: Namespace) -> None:
 
 
 def _require_weight_passes(schedule: Schedule) -> None:
-    """Return if a training can follow what is written.
-
-    Raises:
-        ValueError: weight gradients are computed within backwards.
-    """
     if not any(p.kind == W for order in schedule.passes for p in order):
         raise ValueError(
             f'{schedule.name} has no W passes, of which a training leaves gradients out: take a '

@@ -123,7 +123,6 @@ class Event(_Done):
 
 
 def _as_written(model: Any = None, **options: object) -> Any:
-    """Return what torch.compile would compile; or, without it, a decorator that does so."""
     return _as_written if model is None else model
 
 

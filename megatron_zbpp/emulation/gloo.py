@@ -102,11 +102,7 @@ def _over_gloo(original: Callable) -> Callable:
 
 
 def _drain_threads() -> None:
-    """Wait until gloo's threads have nothing left to do.
-
-    Such a thread takes the GIL to let go of a tensor. Where Python is ending, that aborts the
-    process: a collective may be over for the program, which ends, before it is for its thread.
-    """
+    """Wait until gloo's threads have nothing left to do."""
     deadline = time.monotonic() + _DRAIN_S
     time.sleep(_LET_GO)
     while _runs() and time.monotonic() < deadline:
@@ -114,7 +110,6 @@ def _drain_threads() -> None:
 
 
 def _runs() -> bool:
-    """Return whether a thread of gloo has work, or waits for a core; False if nobody can tell."""
     for task in Path('/proc/self/task').glob('*/stat'):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
             if task.read_text().partition('(')[2].startswith('pt_gloo_runloop) R'):

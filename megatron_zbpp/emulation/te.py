@@ -74,11 +74,7 @@ def _has_tools() -> bool:
 
 
 def _load_tools() -> ModuleType:
-    """Import `devtools.te` of this checkout, wherever the process was started.
-
-    Raises:
-        ImportError: another package of that name was imported before.
-    """
+    """Import `devtools.te` of this checkout, wherever the process was started."""
     folder = _CHECKOUT / _TOOLS
     if _TOOLS not in sys.modules:
         spec = importlib.util.spec_from_file_location(

@@ -97,7 +97,6 @@ class Compiled:
         return frozenset(kind for kind, _, _ in self.changes.get(PARTNER, {}))
 
     def _takes(self, kind: str) -> int:
-        """Return how many amounts of the device's memory one pass of `kind` takes anywhere."""
         changes = self.changes.get(DEVICE, {}).items()
         sums = (sum(counts.values()) for (name, _, _), counts in changes if name == kind)
         return next((count for count in sums if count), 0)

@@ -71,7 +71,6 @@ def text_of(content: bytes) -> str:
 
 
 def _json_of(text: str, path: str) -> str:
-    """Return what YAML says, as JSON."""
     try:
         yaml: Any = import_module('yaml')
     except ImportError as error:

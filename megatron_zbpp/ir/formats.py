@@ -193,7 +193,6 @@ def _from_json(text: str) -> PlanFile:
 
 
 def _costs(data: Any, placement: Placement) -> Costs:
-    """Return the costs of a plan."""
     try:
         costs = Costs.from_fields(data)
         costs.require(placement)
@@ -322,7 +321,6 @@ def _kinds(dialect: str) -> dict[str, str]:
 
 
 def _cells(row: str, rank: int) -> Iterator[list[_Action]]:
-    """Yield what the cells of a row say; nothing for what torch's lowering added."""
     for column, cell in enumerate(map(str.strip, row.split(','))):
         overlap = _OVERLAP.fullmatch(cell)
         texts = [text.strip() for text in overlap[1].split(';')] if overlap else [cell]

@@ -342,7 +342,6 @@ _FIELDS = {
 
 
 def _entry(text: str) -> Pass | Together:
-    """Return what an entry of an order says: `3F1`, or `(3F1&0B0)`."""
     if text.startswith('(') and text.endswith(')'):
         return Together(tuple(map(Pass.parse, text[1:-1].split('&'))))
     return Pass.parse(text)

@@ -46,7 +46,6 @@ def register(technique: _Technique) -> _Technique:
 
 
 def _find(name: str) -> _Technique:
-    """Return the function of a technique."""
     if name in _MODULES:
         module = f'megatron_zbpp.techniques.{_MODULES[name]}.graph'
         return getattr(importlib.import_module(module), name)

@@ -161,7 +161,6 @@ def _arguments(config: Any) -> Namespace:
 
 
 def _overlaps(config: Any) -> dict[str, bool]:
-    """Return what `comm_overlap` will write over the model's configuration."""
     asked, model = config.comm_overlap, _transformer(config)
     if asked is None:
         return {}

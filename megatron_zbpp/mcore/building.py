@@ -60,7 +60,6 @@ def name_of(build: Callable) -> str:
 
 
 def _require_chunk(model: torch.nn.Module, chunk: int, builder: str) -> None:
-    """Raise where layers of the pipeline do not know that they are those of `chunk`."""
     for module in model.modules():
         config: Any = getattr(module, 'config', None)
         if not isinstance(module, TransformerBlock | LanguageModule):

@@ -119,18 +119,7 @@ class DropoutSeeds(Guest):
                 module.register_forward_hook(functools.partial(self._leave, False))
 
     def _enter(self, name: str, divided: bool, module: torch.nn.Module, _: Any) -> None:
-        """Seed what begins.
-
-        Args:
-            name: of a layer in the whole model, or `model`.
-            divided: whether tensor-parallel ranks share sequences out around it: the default
-                generator then draws what the tracked one of model parallelism would.
-            module: it.
-            _: its arguments.
-
-        Raises:
-            NotImplementedError: it has run already in this forward.
-        """
+        """Seed what begins."""
         if self._place is None:
             return  # no pass
         self._inside = self._inside or name == 'model'
@@ -149,10 +138,7 @@ class DropoutSeeds(Guest):
         set_random_states(host, made[default], {each: made[each] for each in tracked})
 
     def _leave(self, whole: bool, *_: Any) -> None:
-        """Set random states back behind a model, or a layer that runs again within a backward.
-
-        There they were set to those of the forward, and are behind the layer set on by Megatron.
-        """
+        """Set random states back behind a model, or a layer that runs again within a backward."""
         self._inside = self._inside and not whole
         if not self._inside:
             self._set_back()
@@ -182,10 +168,6 @@ class DropoutSeeds(Guest):
             return [pickle.loads(store.get(f'{key} {each}')) for each in range(replicas)]
 
     def _own_seeds(self) -> dict[str, int]:
-        """Return what this rank's random states were seeded with, whatever was drawn since.
-
-        Megatron tracks a state that it seeds as the default one, which programs seed again.
-        """
         _, default, tracked = random_states()
         assert self._generator is not None, 'a call has begun'
         seeds = {}

@@ -190,7 +190,6 @@ def layers_alike(config: Any) -> bool:
 
 
 def _varies(value: Any) -> bool:
-    """Return whether a pattern of Megatron's, a list or a number of layers, has several kinds."""
     if isinstance(value, list | tuple):
         return len(set(value)) > 1
     return value is True or (isinstance(value, int) and value > 1)

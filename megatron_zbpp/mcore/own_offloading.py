@@ -34,12 +34,6 @@ def fits(schedule: Schedule) -> bool:
 
 
 def _as_taken(order: Sequence[tuple[Pass, int]], num_chunks: int) -> bool:
-    """Return whether each backward is the next that Megatron expects, from the forwards alone.
-
-    Args:
-        order: passes of a rank, each with its chunk.
-        num_chunks: of the rank.
-    """
     waiting: list[list[Pass]] = [[] for _ in range(num_chunks)]  # by chunk
     expected: list[Pass] = []
     alike: list[bool] = []  # whether all chunks had as many then, which is asserted

@@ -224,7 +224,6 @@ class Plugin:
 
 
 def _in_flight(session: Session) -> ForwardsInFlight | None:
-    """Return what an asynchronous schedule has in flight, imported for those alone."""
     if session.endless is None:
         return None
     from megatron_zbpp.mcore.iteration.asynchronous import ForwardsInFlight
@@ -233,7 +232,6 @@ def _in_flight(session: Session) -> ForwardsInFlight | None:
 
 
 def _of_slices(session: Session) -> Iterator[Patch]:
-    """Yield what schedules of slices replace, and import it for those alone."""
     if session.programs.num_slices > 1:
         from megatron_zbpp.mcore.patches import slices
 
@@ -241,7 +239,6 @@ def _of_slices(session: Session) -> Iterator[Patch]:
 
 
 def _of_vocabulary(session: Session) -> Iterator[Patch]:
-    """Yield what shards of the output layer replace, and import it for those alone."""
     if session.programs.shards_vocabulary:
         from megatron_zbpp.mcore.patches import vocabulary
 

@@ -3,14 +3,85 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
 
 from megatron_zbpp.mcore.lowered import Lowered, Size
 
-if TYPE_CHECKING:
-    from megatron_zbpp.mcore.programs_ahead import ProgramsAhead
+
+class ProgramsAhead:
+    """Makes the programs between the least and the most microbatches so far, the nearest first.
+
+    Args:
+        cache: that keeps them, as far as it has room.
+    """
+
+    def __init__(self, cache: ProgramCache) -> None:
+        self._cache = cache
+        self._ends: dict[Size, tuple[int, int]] = {}  # least and most, by the rest of the size
+        self._lock = threading.Lock()
+        self._todo: deque[Size] = deque()
+        self._generation = 0
+        self._thread: threading.Thread | None = None
+
+    def follow(self, size: Size, recent: Iterable[int], num_passes: int) -> None:
+        """Make what lies near a size, from now on.
+
+        Args:
+            size: of the call that begins.
+            recent: microbatches of this call and of those before it.
+            num_passes: of its programs.
+        """
+        rest, m = size._replace(num_microbatches=0), size.num_microbatches
+        counts = [*recent, *self._ends.get(rest, ())]
+        self._ends[rest] = least, most = min(counts), max(counts)
+        room, todo = self._cache.room, []
+        for count in sorted(range(least, most + 1), key=lambda count: abs(count - m)):
+            other = size._replace(num_microbatches=count)
+            if other in self._cache:
+                continue
+            room -= -(-num_passes * count // m)
+            if room < 0:
+                break
+            todo.append(other)
+        with self._lock:
+            self._todo = deque(todo)
+            if todo and self._thread is None:
+                self._thread = threading.Thread(target=self._work, name='programs', daemon=True)
+                self._thread.start()
+
+    def stop(self) -> None:
+        """Begin no further program, and keep none that is being made."""
+        with self._lock:
+            self._generation += 1
+            self._todo.clear()
+
+    def wait(self) -> None:
+        """Return once all that was to be made has been."""
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _work(self) -> None:
+        while (found := self._next()) is not None:
+            size, generation = found
+            try:
+                made = self._cache.make(size)
+            except ValueError:
+                continue  # the call that has this size raises it
+            with self._lock:
+                if generation == self._generation:
+                    self._cache.keep(size, made)
+
+    def _next(self) -> tuple[Size, int] | None:
+        with self._lock:
+            while self._todo:
+                size = self._todo.popleft()
+                if size not in self._cache:
+                    return size, self._generation
+            self._thread = None
+            return None
+
 
 MOST_PASSES = 2**18  # of all ranks, some 500 bytes each: 130 MiB
 _OFTEN = 12  # times that programs are asked for, a few in each call, between two changes
@@ -74,8 +145,6 @@ class ProgramCache:
     def _look_ahead(self, size: Size, changes: list[tuple[int, int]], num_passes: int) -> None:
         """Have programs of other numbers of microbatches made, where these vary."""
         if self.ahead is None and len(changes) > 2 and self._asked - changes[1][1] < _OFTEN:
-            from megatron_zbpp.mcore.programs_ahead import ProgramsAhead
-
             self.ahead = ProgramsAhead(self)
         if self.ahead is not None:
             self.ahead.follow(size, [count for count, _ in changes], num_passes)

@@ -182,7 +182,6 @@ class Programs:
         return self._with_techniques(self._plain(num_ranks, num_microbatches), copies=False)
 
     def _with_techniques(self, schedule: Schedule, copies: bool = True) -> Schedule:
-        """Return it with the techniques that were asked for; some without those that copy."""
         if self.shards_vocabulary and VOCABULARY not in techniques_of(schedule):
             from megatron_zbpp.techniques.vocabulary.place import with_shards
 
@@ -330,7 +329,6 @@ class Programs:
         return self._in_order_of[sizes]
 
     def _parts(self, num_ranks: int) -> _Parts:
-        """Return what an iteration consists of; asked in each."""
         if num_ranks not in self._parts_of:
             example = self._example(num_ranks, 2 * num_ranks)
             kinds = frozenset(p.kind for _, p in example)
@@ -365,11 +363,7 @@ class Programs:
         return 'together' in find(self._family(True)).options
 
     def _family(self, together: bool) -> str:
-        """Return the family's name; to plan from, one on the same placement that shows what counts.
-
-        Args:
-            together: whether pairs of F and BW are to run as one.
-        """
+        """Return the family's name; for a plan, a family on the same placement."""
         assert not isinstance(self.source, Schedule)
         if self._to_plan_from:
             return start_family(self.source.num_chunks, together)

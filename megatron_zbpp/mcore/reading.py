@@ -87,7 +87,6 @@ class Reading:
 def _require_same(
     one: tuple[int, list[dict[str, str]]], other: tuple[int, list[dict[str, str]]]
 ) -> None:
-    """Return if what two ranks have read of the same microbatches is alike where both have it."""
     for j, (mine, theirs) in enumerate(zip(one[1], other[1], strict=False)):
         differ = [name for name in mine if theirs.get(name, mine[name]) != mine[name]]
         if differ:

@@ -252,7 +252,6 @@ def refused(
 
 
 def _with_own_offloading(settings: Any, placement: Placement | None) -> Iterator[Refusal]:
-    """Yield what Megatron's own offloading fails with where a schedule runs as it expects."""
     if own_offloading.forgets(settings, _num_stages(settings, placement)):
         value = getattr(settings, own_offloading.MODULES)
         yield Refusal(own_offloading.MODULES, value, *_ONE_LAYER)
@@ -276,7 +275,6 @@ def _unplaced(settings: Any, placement: Placement | None) -> Iterator[Refusal]:
 
 
 def _num_stages(settings: Any, placement: Placement | None) -> int:
-    """Return how many chunks there are on all ranks."""
     if placement is not None:
         return placement.num_stages
     chunks = getattr(settings, 'virtual_pipeline_model_parallel_size', None) or 1
@@ -284,7 +282,6 @@ def _num_stages(settings: Any, placement: Placement | None) -> int:
 
 
 def _in_environment(settings: Any) -> Iterator[Refusal]:
-    """Yield what Transformer Engine reads there where Megatron does not decide, until 0.19."""
     value = os.environ.get(GROUPED_VARIABLE, '0')
     decided = getattr(settings, 'moe_use_grouped_tensor', None) is not None
     if getattr(settings, 'moe_grouped_gemm', False) and not decided and value.strip('0 '):
@@ -312,7 +309,6 @@ def needs_masks(settings: Any) -> bool:
 
 
 def _with_chunks(settings: Any, placement: Placement) -> Iterator[Refusal]:
-    """Yield what builders, batches and loops of Megatron's have for one chunk a rank only."""
     if needs_masks(settings) and placement.num_ranks > 2:
         yield Refusal(_MASKS, True, *_UNMASKED)
     elif needs_masks(settings) and hybrid(settings) is not None and not _scripts_share_batches():
@@ -329,21 +325,18 @@ def _packed(settings: Any) -> Iterator[Refusal]:
 
 
 def _scripts_share_batches() -> bool:
-    """Return whether scripts of GPTs and of hybrid models read batches alike: from 0.18 on."""
     from megatron_zbpp.mcore import compat  # imports Megatron, which has not been until here
 
     return compat.get_batch_module().startswith('megatron.core')
 
 
 def _can_place_hybrid() -> bool:
-    """Return whether this release asks where a chunk's layers of a hybrid model are."""
     from megatron_zbpp.mcore import compat  # imports Megatron, which has not been until here
 
     return compat.segments_module() is not None
 
 
 def _whole_iteration(settings: Any) -> bool:
-    """Return whether one graph is to hold a whole iteration: until 0.18 a scope of local ones."""
     scope = getattr(settings, 'cuda_graph_scope', None) or ()
     scopes = [scope] if isinstance(scope, str) else scope
     return any(getattr(each, 'name', each) == 'full_iteration' for each in scopes)

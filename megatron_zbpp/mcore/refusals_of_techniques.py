@@ -172,7 +172,6 @@ def across_replicas(settings: Any) -> Iterator[Refusal]:
 
 
 def _with_slices(settings: Any) -> Iterator[Refusal]:
-    """Yield what would not be the same in slices of a sequence, or fail in them."""
     yield from set_in(WITH_SLICES, settings, _WHOLE)
     ranks = getattr(settings, 'context_parallel_size', 1)
     if ranks > 1:
@@ -229,7 +228,6 @@ def _sliced_attention(settings: Any) -> Iterator[Refusal]:
 
 
 def _with_shards(settings: Any, of_both: bool) -> Iterator[Refusal]:
-    """Yield what does not go with the output layer on all ranks, or the embedding `of_both`."""
     yield from set_in(WITH_SHARDS, settings, _UNDIVIDED)
     fusion = getattr(settings, FUSED_LOSS, None)
     if getattr(settings, 'cross_entropy_loss_fusion', False) and fusion not in (None, 'native'):
@@ -245,7 +243,6 @@ def _with_shards(settings: Any, of_both: bool) -> Iterator[Refusal]:
 
 
 def _with_recomputation(settings: Any) -> Iterator[Refusal]:
-    """Yield what would not be the same in a forward that runs again."""
     if scales_late(settings):
         recipe = getattr(settings, 'fp8_recipe', None)
         reason = 'a forward that runs again would enter its largest values a second time'
@@ -266,14 +263,12 @@ def with_seeds(settings: Any) -> Iterator[Refusal]:
 
 
 def _with_cells(techniques: Collection[str]) -> Iterator[Refusal]:
-    """Yield what does not go with forwards and backwards that run as one."""
     for name in techniques:
         if clash := CLASHES.get((COMBINED, name)):
             yield Refusal(OVERLAP, True, *clash)
 
 
 def _has_hybrid_model() -> bool:
-    """Return whether this release has a model of a pattern of layers: from 0.18 on."""
     from megatron_zbpp.mcore import compat  # imports Megatron, which has not been until here
 
     return compat.hybrid_model() is not None

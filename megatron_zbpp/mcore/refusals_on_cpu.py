@@ -40,7 +40,6 @@ def refused(settings: Any, with_te: bool) -> Iterator[Refusal]:
 
 
 def _without_te() -> str:
-    """Return why what needs Transformer Engine does not run on this machine's CPU."""
     return te.missing() or te.NOT_INSTALLED
 
 

@@ -84,7 +84,6 @@ def _both(found: list[Any], own: list[int]) -> tuple[int, ...]:
 
 
 def _reads_unasked(session: Session, pipeline: dist.ProcessGroup) -> bool:
-    """Return whether a chunk here reads data, and the loop has not asked whose."""
     where = session.programs.placement(pipeline.size())
     chunks = enumerate(where.stages(pipeline.rank()))
     reading = {chunk for chunk, stage in chunks if stage in (0, where.num_stages - 1)}

@@ -324,7 +324,6 @@ class Settings:
                 )
 
     def _read_files(self) -> None:
-        """Read what is named by a path; raise ValueError where it does not go with the schedule."""
         if self.trace_dir is not None or self.freeze is not None:
             from megatron_zbpp.mcore import setting_files
 
@@ -455,7 +454,6 @@ class Settings:
                 )
 
     def _require_amount(self, name: str, amount: Amount) -> None:
-        """Raise ValueError unless what is asked for of a technique makes sense."""
         find_technique(name).require(amount, self.num_chunks or sys.maxsize)
         if self.schedule == AUTO:
             raise ValueError(
@@ -465,7 +463,6 @@ class Settings:
 
 
 def _is_layout(text: object) -> bool:
-    """Return whether `text` has stages of a whole model, in the language of Megatron's layout."""
     return isinstance(text, str) and re.fullmatch(r'E[t|]*[m|]*L', text) is not None
 
 

@@ -74,7 +74,6 @@ class SideEffects:
 
     @torch.no_grad()
     def _write(self, values: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Set buffers; graphs that have saved them keep what they have."""
         with unseen_by_autograd(tuple(buffer for buffer, _ in values)):
             for buffer, value in values:
                 buffer.copy_(value)

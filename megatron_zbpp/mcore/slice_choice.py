@@ -73,7 +73,6 @@ def settled(
 
 
 def _attention(model: Any, length: int) -> Attention:
-    """Return what F is made of; what attends to a window only grows with tokens."""
     share = attention_of(shape_of(model, length)).share
     window = getattr(model, 'window_size', None)
     if window:

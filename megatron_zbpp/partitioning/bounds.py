@@ -163,7 +163,6 @@ class Bounds:
         return head + max(m * (f + b + w), m * (f + b) + back + last)
 
     def _reached(self, most: float) -> tuple[list[int], list[Factors]] | None:
-        """Return where stages end that take as much as `most` allows; None: not all is taken."""
         kinds = [device.factors for device in self.space.devices.devices]
         if self.space.keep_order:
             ends = [0]

@@ -146,10 +146,7 @@ def best_for(space: Space, known: Mapping[Partition, _Held], name: str, rounds: 
 
 
 def _within(space: Space, where: Partition, held: _Held, name: str) -> Partition | None:
-    """Return a partition near another, on which each rank stays within its memory; None: none.
-
-    Layers leave the rank that has least room for that which has most, one at a time.
-    """
+    """Return a partition near another, on which each rank stays within its memory; None: none."""
     room = held.room
     while min(room) < 0:
         near = ((_Held.of(space, x, name).room, x) for x in moved_layers(space, where, room))
@@ -180,12 +177,7 @@ def comparable(
 
 
 def _comparable(name: str, layers: Layers, num_ranks: int, m: int) -> Schedule:
-    """Return a schedule with its usual chunks, if it can be compared on partitions.
-
-    Raises:
-        ValueError: it cannot be built for such sizes, has more stages than the layers can be cut
-            into, runs both ways, or copies activations.
-    """
+    """Return a schedule with its usual chunks, if it can be compared on partitions."""
     family = find(name)
     schedule = build(name, num_ranks, m)
     if not schedule.placement.is_one_way:

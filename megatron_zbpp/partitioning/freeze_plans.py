@@ -115,7 +115,6 @@ class FreezePlan:
         return frozenset(sorted(range(count), key=lambda at: -keys[at])[:number])
 
     def _weight(self, stage: int, at: int, count: int) -> float:
-        """Return how likely one is drawn, beside others."""
         if stage or count < 2:
             return 1.0
         return _BACK + (1 - _BACK) * at / (count - 1)

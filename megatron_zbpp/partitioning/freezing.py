@@ -134,7 +134,6 @@ class _Programme:
                 self._solver.Add(saved <= most * sum(self._saved[p] for p in own))
 
     def solve(self) -> Freezing:
-        """Return what the solver finds."""
         status = self._solver.Solve()
         if status != self._solver.OPTIMAL:
             raise RuntimeError(f'GLOP ended with status {status}')

@@ -185,7 +185,6 @@ def partition(
 
 
 def _loss_last(placement: Placement) -> Placement:
-    """Return it with the loss on the last rank, where Megatron's is, if that is so in reverse."""
     on_first = placement.num_ranks > 1 and placement.only_route[-1] == 0
     return placement.reversed() if on_first else placement
 
@@ -239,7 +238,6 @@ def _plan(space: Space, found: Outcome) -> PartitionPlan:
 
 
 def _even(space: Space) -> tuple[float, float] | tuple[None, None]:
-    """Return what the even split takes and holds with 1F1B; None: there is none that fits."""
     try:
         even: Partition = space.even()
     except ValueError:

@@ -100,7 +100,6 @@ def _tries(
 
 
 def _is_whole(schedule: Schedule) -> bool:
-    """Return whether a backward in it is one pass."""
     return any(p.kind == BW for order in schedule.passes for p in order[-1:])
 
 

@@ -149,7 +149,6 @@ class Finder:
                 break
 
     def _climb(self, budget: Budget) -> None:
-        """Keep what is found from partitions that are known to be near good ones."""
         for start in map(self.space.repaired, self._starts()):
             if not self.space.allowed(start):
                 continue
@@ -167,7 +166,6 @@ class Finder:
         return budget.charge(self._charge * found.problem.placement.num_chunks)
 
     def _starts(self) -> Iterator[Partition]:
-        """Yield partitions to climb from."""
         space = self.space
         output = max(layer.output for layer in space.layers)
         given = tuple(range(len(space.devices)))
@@ -205,7 +203,6 @@ class Finder:
             self._prove()
 
     def _promising(self) -> list[Ranked]:
-        """Return those to plan: the best, and those within a few percent of it."""
         most = self.kept[0].value * 1.2
         return [ranked for ranked in self.kept if ranked.value <= most]
 
@@ -270,7 +267,6 @@ class Finder:
         return sorted(found, key=lambda entry: entry[0])
 
     def _bound(self, whole: bool) -> float:
-        """Return what no allowed partition is below."""
         best = self.kept[0].value
         if not self._listed or self.space.objective == 'period':
             return self.bounds.overall
@@ -293,7 +289,6 @@ def schedule_of(ranked: Ranked) -> Schedule:
 
 
 def _no_room(space: Space) -> str:
-    """Return why no partition fits the memory, with a number below which none does."""
     devices, limits = space.devices.devices, space.limits
     each = [layer.activation + layer.parameters for layer in space.layers]
     least = max(*each, fsum(each) / len(devices))

@@ -114,7 +114,6 @@ class Shape:
         self._require_sizes()
 
     def _require_pattern(self) -> None:
-        """Return if the pattern has letters whose layers can be counted, as many as layers."""
         main, *ahead = self.letters
         if not all((main, *ahead)) or set(''.join((main, *ahead))) - set('M*+-E'):
             raise ValueError(
@@ -128,7 +127,6 @@ class Shape:
             )
 
     def _require_sizes(self) -> None:
-        """Return if sizes are numbers, and fit each other."""
         for each in fields(self):
             value, least = getattr(self, each.name), int(each.name in _FROM_ONE)
             if isinstance(value, int | float) and not value >= least:
@@ -349,7 +347,6 @@ def _head(shape: Shape) -> _Part:
 
 
 def _layer(shape: Shape, kind: str, part: _Part) -> Layer:
-    """Return what a part costs on one of tp ranks."""
     rate = shape.tflops * 1e12 * shape.tp
     linear = 2 * shape.tokens * part.active
     per_value = _BF16 * shape.tokens / shape.tp

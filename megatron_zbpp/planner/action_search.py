@@ -140,7 +140,6 @@ class ActionSearch:
                             self.start(schedule, label if costs == problem.costs else None)
 
     def _suits(self, family: Family, problem: Problem) -> bool:
-        """Return whether the family does what is allowed, told by as few microbatches as ranks."""
         few = min(problem.num_microbatches, problem.placement.num_ranks * problem.slices)
         short = next(variants(family, replace(problem, num_microbatches=few)), None)
         return short is not None and self._allowed(short)
@@ -213,7 +212,6 @@ class ActionSearch:
         )
 
     def _allowed(self, schedule: Schedule) -> bool:
-        """Return whether what a named schedule does with activations is among the actions."""
         return techniques_of(schedule) <= {*self._choices, SLICED}
 
     def _states(self, schedule: Schedule) -> Iterator[State]:

@@ -145,7 +145,6 @@ def _higher(limit: Limit, num_ranks: int) -> Iterator[list[float]]:
 
 
 def _any_fits(candidates: Sequence[Candidate], limits: list[float], graph: Graphs | None) -> bool:
-    """Return whether one microbatch without actions fits on any of the candidates."""
     try:
         return bool(with_room(candidates, limits, graph))
     except ValueError:
@@ -155,11 +154,6 @@ def _any_fits(candidates: Sequence[Candidate], limits: list[float], graph: Graph
 def _known(
     candidates: Sequence[Candidate], actions: Collection[str], objective: str
 ) -> tuple[Technique, ...]:
-    """Return the techniques that are allowed.
-
-    Raises:
-        ValueError: one is unknown, or costs do not say what it takes.
-    """
     require_question(candidates, objective)
     techniques = find_all(actions)
     for technique in techniques:

@@ -126,7 +126,6 @@ def _pick(path: list[tuple[int, int]], orders: Orders, rng: Random) -> tuple[int
 
 
 def _move(part: list[int], at: int, rng: Random) -> tuple[int, list[int]] | None:
-    """Move one pass a few places; where the change begins and what was there; None if none."""
     distance = 1 + int(rng.expovariate(0.6))
     to = at + distance if rng.random() < 0.5 else at - distance
     if not 0 <= to < len(part):

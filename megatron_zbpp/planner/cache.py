@@ -106,7 +106,6 @@ def planned(
 
 @cache
 def _code() -> str:
-    """Digest of all code that decides what is planned."""
     root = Path(__file__).parents[1]
     rooms = ('ir', 'schedules', 'analysis', 'techniques', 'planner')
     files = [file for room in rooms for file in root.joinpath(room).rglob('*.py')]
@@ -152,7 +151,6 @@ def _load(file: Path) -> Plan | None:
 
 
 def _wrong(found: Plan, candidates: Sequence[Candidate], num_microbatches: int) -> str | None:
-    """Return what a plan says that is not so, though its file is as written; None: nothing."""
     schedule, costs = found.schedule, found.costs
     if (
         schedule.num_microbatches != num_microbatches

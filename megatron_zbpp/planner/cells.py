@@ -55,7 +55,6 @@ def joined(problem: Problem, found: Schedule, on_time: OnTime = always) -> Itera
 
 
 def _side_by_side(schedule: Schedule, first: str, second: str) -> Schedule:
-    """Return it with cells of passes of two microbatches and stages that follow each other."""
     kinds = ((first, second), (BW if first == B else first, BW if second == B else second))
     cells: set[tuple[int, int]] = set()
     for rank, order in enumerate(schedule.passes):

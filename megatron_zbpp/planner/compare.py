@@ -105,11 +105,6 @@ def compare(
 
 
 def _row(name: str, p: int, m: int, costs: Costs | None, against: str) -> Row:
-    """Return the row of one schedule.
-
-    Raises:
-        ValueError: it does not take these sizes or costs.
-    """
     family = find(name)
     stages = p * family.default_chunks
     plain = Costs.uniform(Placement.loop(p, family.default_chunks))

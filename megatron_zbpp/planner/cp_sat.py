@@ -148,7 +148,6 @@ def whole(time: float, unit: float) -> float:
 
 
 def _ticks(problem: Problem, unit: float) -> int:
-    """Return how many ticks a unit has: one, or more than there are passes."""
     if all(whole(time, unit) for own in problem.times for time in own):
         return 1
     return 1 + problem.num_queues * problem.num_microbatches
@@ -269,10 +268,6 @@ class Model:
         ]
 
     def _limit_memory(self, rank: int) -> None:
-        """Hold what B releases until its end, the rest and what B adds until the end of W.
-
-        What it adds counts from its start, which is the same: no other pass of the rank runs then.
-        """
         cap, changes = self.problem.caps[rank], self.problem.changes
         if cap == inf:
             return
@@ -299,7 +294,6 @@ class Model:
         self.model.add_cumulative(intervals, amounts, int(cap // unit))
 
     def _limit_changes(self, rank: int, cap: float) -> None:
-        """Add what each pass adds at its start, and take off what it gives back at its end."""
         times: list[Any] = []
         amounts: list[int] = []
         for queue in self.problem.queues[rank]:

@@ -103,15 +103,7 @@ class _Model(Model):
         least: int,
         most: int,
     ) -> None:
-        """Write the problem into the model.
-
-        Args:
-            model: an empty one.
-            problem: in whole units, no pass of none.
-            ways: of each stage, time out and time back.
-            least: the objective is no less.
-            most: and no more.
-        """
+        """Write the problem into the model."""
         self._ways = ways
         self._copies: dict[tuple[int, int], _Copies] = {}
         super().__init__(model, problem, 1, least, most)

@@ -69,7 +69,6 @@ def grouped(problem: Problem, on_time: OnTime = always) -> list[Orders]:
 
 
 def _values(problem: Problem, on_time: OnTime) -> Iterator[tuple[float, _Grouping]]:
-    """Yield those that fit, each with its value."""
     p = problem.placement.num_ranks
     for choice in product(range((p + 1) // 2, p + 1), _AHEAD, _DEFER):
         if not on_time():

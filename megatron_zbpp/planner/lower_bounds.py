@@ -47,7 +47,6 @@ def _queue_bound(problem: Problem, queue: int) -> float:
 
 
 def _work_bound(problem: Problem, rank: int) -> float:
-    """Return the rank's work and what it must idle before its first B and after its last F."""
     m, times = problem.num_microbatches, problem.durations
     first, work, cap = problem.firsts[rank], problem.work[rank], problem.caps[rank]
     f, b, w = _of_rank(problem, rank)
@@ -100,7 +99,6 @@ def _density(time: float, amount: int) -> float:
 
 
 def _memory_bound(problem: Problem, rank: int) -> float:
-    """Return the time that the rank's activations are held, over what it may hold at once."""
     cap = problem.caps[rank]
     if cap in (0, inf):
         return 0.0

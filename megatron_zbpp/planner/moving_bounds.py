@@ -59,7 +59,6 @@ def _bound(problem: Problem, ranks: Sequence[int], actions: Sequence[Technique])
     work = sum(problem.work[rank] for rank in ranks) / count
 
     def least(passes: float, copies: float) -> float:
-        """Return the time that the ranks need by these weights; memory has what is left of 1."""
         memory = 1 - passes - copies
         return passes * work + m * sum(
             min(
@@ -74,14 +73,7 @@ def _bound(problem: Problem, ranks: Sequence[int], actions: Sequence[Technique])
 
 
 def _ways(problem: Problem, stage: int, actions: Sequence[Technique], both: bool) -> Iterator[Way]:
-    """Yield the costs of each technique for the activation of a stage.
-
-    Args:
-        problem: see `moving_bound`.
-        stage: of it.
-        actions: see `moving_bound`.
-        both: whether its rank counts as one with its partner.
-    """
+    """Yield the costs of each technique for the activation of a stage."""
     costs, durations = problem.costs, problem.durations
     rank = problem.placement.only_route[stage]
     forward, backward, weight = (queues[stage] for queues in problem.by_stage)

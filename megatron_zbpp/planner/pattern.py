@@ -217,8 +217,6 @@ _Guard = Callable[[Problem, int, int, int, Ends], bool]
 
 
 def _guards(problem: Problem) -> list[_Guard | None]:
-    """Return what each queue must be allowed by; None: it may run at any time."""
-
     def guard(queue: int, kind: str) -> _Guard | None:
         if problem.caps[problem.ranks[queue]] == inf:
             return None
@@ -232,12 +230,10 @@ def _guards(problem: Problem) -> list[_Guard | None]:
 
 
 def _fits(problem: Problem, rank: int, queue: int, held: int, ends: Ends) -> bool:
-    """Return whether the rank has room for what a pass of `queue` takes."""
     return held + problem.changes[queue] <= problem.caps[rank]
 
 
 def _can_finish(problem: Problem, rank: int, queue: int, held: int, ends: Ends) -> bool:
-    """Return whether sequences in flight can finish oldest first after one more of `queue`."""
     own, steps, slices = problem.turns[rank], problem.steps, problem.slices
     free = problem.caps[rank] - held - steps[queue][len(ends[queue]) % slices]
     done = [len(ends[q]) + (q == queue) for q in own]
@@ -251,11 +247,6 @@ def _can_finish(problem: Problem, rank: int, queue: int, held: int, ends: Ends) 
 
 
 def _safe(problem: Problem, rank: int, queue: int, held: int, ends: Ends) -> bool:
-    """Return whether microbatches in flight can finish oldest first after one more F of `queue`.
-
-    The oldest that lacks an F here then needs memory for all of the rank's stages, while younger
-    ones keep what they hold; older ones will have returned theirs.
-    """
     cap, changes = problem.caps[rank], problem.changes
     own, rise = problem.stage_queues[rank], problem.raises[rank]
     if held + changes[queue] > cap:
@@ -272,7 +263,6 @@ def _safe(problem: Problem, rank: int, queue: int, held: int, ends: Ends) -> boo
 
 
 def _without_backward(problem: Problem, rank: int, ends: Ends) -> int:
-    """Return what the rank holds of forwards whose B has not run: what no W makes room for."""
     return sum(
         problem.changes[forward] * (len(ends[forward]) - len(ends[backward]))
         for forward, backward in problem.stage_queues[rank]

@@ -205,7 +205,6 @@ def _made(searches: list[Search], names: list[Named], budget: Budget, in_time: O
 
 
 def _search(searches: list[Search], budget: Budget) -> None:
-    """Search all placements alike in a first round, then half of what is left to the next best."""
     for share in _ROUNDS if len(searches) > 1 else (1.0,):
         part = budget.split_off(share)
         ranked = sorted(searches, key=lambda search: (search.best.value, search.bound))
@@ -245,7 +244,6 @@ def _solve(search: Search, budget: Budget, best: float) -> None:
 
 
 def _joined(search: Search, in_time: OnTime) -> list[Joined]:
-    """Return what becomes of the best by cells, and named schedules with them."""
     schedule = search.problem.schedule(search.best.orders, 'planned')
     return list(joined(search.problem, schedule, in_time))
 

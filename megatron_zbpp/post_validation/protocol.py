@@ -154,7 +154,6 @@ class PostValidation:
             )
 
     def _tell(self) -> None:
-        """Say what changes with this step."""
         engaged = self.policy.engaged
         if engaged == self._told:
             return

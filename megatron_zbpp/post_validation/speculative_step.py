@@ -49,7 +49,6 @@ class _Before(NamedTuple):
     copies: dict[str, torch.Tensor]
 
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put it back."""
         parameter = self.stepped.parameter
         parameter.copy_(self.value)
         if self.state is None:
@@ -222,16 +221,7 @@ def _parts(
 def _only(
     optimizer: torch.optim.Optimizer, chosen: set[int], empty: bool = False
 ) -> Iterator[list[tuple[dict, dict]]]:
-    """Let the optimizer step these only; its groups, which some count steps in, stay as is.
-
-    Args:
-        optimizer: to restrict.
-        chosen: identities of parameters.
-        empty: whether groups are stepped that have no parameters at all.
-
-    Returns:
-        its groups of these, and what is stepped in the place of each.
-    """
+    """Let the optimizer step these only; its groups, which some count steps in, stay as is."""
     groups = optimizer.param_groups
     restricted = [
         (group, {**group, 'params': [p for p in group['params'] if id(p) in chosen]})
@@ -257,11 +247,9 @@ class _Buffer:
         self._used = 0
 
     def clear(self) -> None:
-        """Forget what was copied: it is no longer needed."""
         self._used = 0
 
     def copy(self, value: Any) -> Any:
-        """Return a copy of a tensor; what is none, or elsewhere, is small."""
         if not isinstance(value, torch.Tensor):
             return value
         if value.device != self._memory.device:
@@ -272,7 +260,6 @@ class _Buffer:
 
 
 def _bytes(optimizer: torch.optim.Optimizer, stepped: Stepped) -> int:
-    """Return what copies of a parameter and its state take."""
     parameter, state = stepped.parameter, optimizer.state.get(stepped.parameter, {})
     tensors = (v for v in (parameter, *state.values()) if isinstance(v, torch.Tensor))
     return sum(_aligned(v.nbytes) for v in tensors)

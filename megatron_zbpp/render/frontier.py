@@ -88,7 +88,6 @@ def _along(line: Sequence[Place]) -> Iterator[Place]:
 
 
 def _label(figure: Figure, axes: Axes, labels: Mapping[Place, str], line: Sequence[Place]) -> None:
-    """Write each label beside its mark, where it covers no mark, no label and no `line`."""
     figure.draw_without_rendering()  # so that all has its place
     frame, legend = axes.get_window_extent(), axes.get_legend()
     taken = [_around(axes, place) for place in (*labels, *line)]
@@ -122,7 +121,6 @@ class _Try(NamedTuple):
 
 
 def _places(axes: Axes, place: Place, text: str) -> Iterator[_Try]:
-    """Yield where a label may be, the nearest first."""
     from matplotlib.transforms import Bbox
 
     probe = axes.text(0, 0, text, fontsize=_SIZE)
@@ -145,14 +143,12 @@ def _places(axes: Axes, place: Place, text: str) -> Iterator[_Try]:
 
 
 def _free(box: Bbox, frame: Bbox, taken: Sequence[Bbox]) -> bool:
-    """Return whether a label may be there: inside of the frame, and over nothing else."""
     inside = frame.containsx(box.x0) and frame.containsx(box.x1)
     inside = inside and frame.containsy(box.y0) and frame.containsy(box.y1)
     return inside and not any(map(box.overlaps, taken))
 
 
 def _clear(leader: Sequence[tuple[float, float]], taken: Sequence[Bbox]) -> bool:
-    """Return whether the line to a label crosses nothing else."""
     return not any(other.contains(*place) for other in taken for place in leader)
 
 

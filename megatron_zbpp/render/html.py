@@ -126,7 +126,6 @@ def _caused(
 
 
 def _data(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> list[dict[str, object]]:
-    """Return what the page's script knows of each panel."""
     orders = [line.schedule.passes for line in timelines.values()]
     return [
         {

@@ -195,7 +195,6 @@ def _meanings() -> dict[str, str]:
 
 
 def _legend(chunks: Sequence[int]) -> Iterator[str]:
-    """Yield entries for all kinds and chunks; the script shows those of what is drawn."""
     for kind in KINDS:
         feet, shades = '<s></s>' * STRIPES[kind], [fill for fill, _ in _shades(kind)]
         entries = {

@@ -117,14 +117,7 @@ def fitted(text: str, width: float, size: float) -> str:
 
 
 def _draw(axes: Axes, timeline: Timeline, digit: float, room: float) -> None:
-    """Put the passes of `timeline` on `axes`.
-
-    Args:
-        axes: to draw on.
-        timeline: what is drawn.
-        digit: time that is as wide as a digit.
-        room: share of a usual row's height that a row has.
-    """
+    """Put the passes of `timeline` on `axes`."""
     rows = lanes(timeline)
     labels = room > 0.6 and sum(len(row.bars) for row in rows) <= _MOST_LABELS
     every = ceil(0.6 / room)
@@ -199,6 +192,5 @@ def _head(figure: Figure, entries: Iterable[tuple[str, str]], *lines: tuple[str,
 
 
 def _feet(text: str) -> str:
-    """Return how many stripes bars have of the kind that an entry of the legend begins with."""
     count = STRIPES.get(text.split()[0].strip(':'), 0)
     return f' ({count} stripe{"s" if count > 1 else ""})' if count else ''

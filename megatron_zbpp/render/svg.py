@@ -175,7 +175,6 @@ def _axis(horizon: float, width: int, y: int, unit: str) -> str:
 
 
 def _legend(timelines: Mapping[str, Timeline], width: int) -> tuple[str, int]:
-    """Return the entries, in as many lines as they take, and the height of what is added to one."""
     parts: list[str] = []
     x, y = _GUTTER, 12
     for text, fill in legend(line.schedule for line in timelines.values()):

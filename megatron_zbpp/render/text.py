@@ -91,7 +91,6 @@ def _line(row: list[Bar], scale: float, columns: int, colours: bool) -> str:
 
 
 def _label(bar: Bar, room: int) -> str:
-    """Return what fits in `room` with a space behind it, or else the letter of the kind."""
     kind = bar.ran.kind
     names = (str(bar.ran), f'{kind}{bar.ran.microbatch}', kind[0])
     return next((name for name in names if len(name) < room), kind[0])[:room]

@@ -35,7 +35,6 @@ def one_microbatch(program: Program) -> Program:
 
 
 def _only(kept: set[Pass], program: Program) -> Iterator[Instruction]:
-    """Yield the instructions of some passes; what another pass would hand on is noise, too."""
     for i in program:
         if isinstance(i, Hand) and i.consumer in kept and i.producer not in kept:
             yield Receive(i.producer, i.consumer, 0, False, i.message)

@@ -249,11 +249,7 @@ class Channels:
     def _each(
         self, group: Any, start: Callable, tensors: Sequence[torch.Tensor], there: int
     ) -> list[dist.Work]:
-        """Start a message for each tensor: in one call, and one kernel, where they are saved.
-
-        NCCL has another communicator for what is called together: so a channel has either all its
-        messages so or none, the first one included.
-        """
+        """Start a message for each tensor: in one call, and one kernel, where they are saved."""
         together = self._together and bool(tensors)
         if together:
             group._start_coalescing(self._device)

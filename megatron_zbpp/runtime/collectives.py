@@ -125,7 +125,6 @@ class Collectives:
             self._take(self._open[-1])
 
     def _take(self, found: Callable[[], Found]) -> Found:
-        """Wait for a result; let go of that and of those before it, which are over."""
         result = found()
         while found in self._open:
             self._open.popleft()
@@ -212,7 +211,6 @@ class _Outcome:
         self.error: BaseException | None = None
 
     def wait(self) -> Found:
-        """Return what was found, once it is, or raise the error."""
         self.over.wait()
         if self.error is not None:
             raise self.error
@@ -236,7 +234,6 @@ class _Stream:
 
 
 def _arrived(found: Found, event: Any, _: _Job) -> Found:
-    """Let the current stream wait for `event`; return what is there then."""
     stream = torch.cuda.current_stream()
     stream.wait_event(event)
     for tensor in found:

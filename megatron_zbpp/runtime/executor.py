@@ -246,7 +246,6 @@ class Executor:
             self._incoming[consumer] = awaited
 
     def _contribute(self, p: Pass, message: str, made: _Made) -> None:
-        """Keep what a pass has made until its collective begins, behind passes of other ranks."""
         own: object = made
         if p.kind in self._own_actions and isinstance(made, Mapping):
             own = made[message]
@@ -263,14 +262,12 @@ class Executor:
                 self._keep(p, _Source(i.producers[0], i.message), awaited)
 
     def _output(self, made: _Made, instruction: Send | Hand) -> Tensors:
-        """Return what the pass made for that message, checked."""
         output = made
         if instruction.producer.kind in self._own_actions and isinstance(made, Mapping):
             output = made.get(instruction.message)
         return self._messages.checked(output, instruction)
 
     def _timed(self, p: Pass) -> _Made:
-        """Run `p` once its inputs are there, and write down when it ran and what is held after."""
         own = self._own_actions.get(p.kind)
         if own is not None:
             return self._run_own(p, own)
@@ -297,17 +294,10 @@ class Executor:
         return outputs
 
     def _joins(self, passes: Sequence[Pass]) -> bool:
-        """Return whether they run as one; those of one microbatch must run one after the other."""
         return self._together is not None and Together(tuple(passes)).is_cell
 
     def _as_one(self, *passes: Pass) -> dict[Pass, _Made]:
-        """Run a forward and a backward as one, once the inputs of both are there.
-
-        The time of both is noted at the first of them.
-
-        Returns:
-            What each has made.
-        """
+        """Run a forward and a backward as one, once the inputs of both are there."""
         assert self._together is not None, 'only what it runs is joined'
         ahead, back = sorted(passes, key=lambda p: p.kind != F)
         received, gradient = self._await_one(ahead), self._await_one(back)
@@ -335,7 +325,6 @@ class Executor:
         return made
 
     def _await_one(self, p: Pass) -> torch.Tensor | None:
-        """Return what a neighbouring stage made for `p`; None where the model begins or ends."""
         self._begin_waiting(p)
         awaited = self._incoming.pop(p, None)
         if self._fills is not None and awaited is not None and not isinstance(awaited, _Handed):
@@ -345,7 +334,6 @@ class Executor:
         return found  # pyright: ignore[reportReturnType]  # own kinds alone take several
 
     def _await(self, p: Pass) -> Inputs:
-        """Return what `p` takes, by the names of the messages, once it is all there."""
         self._begin_waiting(p)
         came = self._several.pop(p, [])
         if self._fills is not None and came:
@@ -395,7 +383,6 @@ class Executor:
         )
 
     def _kept(self, p: Pass, received: torch.Tensor | None, output: torch.Tensor) -> torch.Tensor:
-        """Keep for the backward what a forward leaves; return what is passed on."""
         detached = self._detached(output)
         if self._tables.trains:
             self._saved[key_of(p)] = received, output
@@ -427,14 +414,12 @@ class Executor:
             return stage.backward(p, received, output, gradient)
 
     def _opened(self, p: Pass) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Begin a backward: return what its forward left."""
         key = key_of(p)
         if key in self._split:
             self._store.open(key, waits=p.kind == B)
         return self._saved.pop(key)
 
     def _scope(self, key: Key) -> WeightGradStore:
-        """Enter what computes for `key`: whether its weight gradients are left to a W."""
         return self._store.scope(key if key in self._split else None)
 
     def _weights(self, p: Pass, _: None) -> None:

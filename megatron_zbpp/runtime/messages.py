@@ -108,7 +108,6 @@ class Alike:
         pass  # they are posted at once
 
     def _expected(self, instruction: Send | Hand | Receive) -> Message:
-        """Return what that message is."""
         return self._message
 
 
@@ -167,7 +166,6 @@ class ByName(Alike):
         return _Packed(self._channels.post(whole, receive.peer), expected)
 
     def _of(self, instruction: Send | Hand | Receive) -> Message | tuple[Message, ...]:
-        """Return what that message is: several tensors, or one."""
         return self._others.get(instruction.message, self._message)
 
 
@@ -192,7 +190,6 @@ def packed(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 
 def _layout(parts: Sequence[Message]) -> list[int]:
-    """Return where each part begins, in bytes, and the length of all."""
     sizes = [prod(each.shape or ()) * each.dtype.itemsize for each in parts]
     padded = (-(-size // _ALIGNED) * _ALIGNED for size in sizes)
     return list(accumulate(padded, initial=0))

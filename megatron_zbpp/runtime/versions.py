@@ -180,7 +180,6 @@ class Corrected(OneStorage):
         self._hold(corrected=False)
 
     def _correct(self) -> None:
-        """Estimate what backwards have, from the newest weights."""
         of_each = zip(self._stepped, self._averages, self._others, strict=True)
         for new, average, other in of_each:
             other.copy_(new.data - self._tau * average)
@@ -286,7 +285,6 @@ class Slots:
             parameter.data = data
 
     def _put(self, tensors: list[torch.Tensor]) -> None:
-        """Make `tensors` the newest version, and what parameters have."""
         self._slots[self._newest] = tensors
         self.most = max(self.most, len(self._slots))
         self._use(self._newest)

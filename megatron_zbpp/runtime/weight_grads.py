@@ -188,11 +188,9 @@ class _Visits:
         )
 
     def fit(self, records: Sequence[Deferred]) -> bool:
-        """Return whether they are of the same parameters, in the same order."""
         return self._shape == _shape(records)
 
     def run(self, records: list[Deferred]) -> None:
-        """Compute what they defer, the first of them first."""
         if records[0].start is not None:
             records[0].start()
         self._left[:] = records
@@ -233,5 +231,4 @@ class _WeightGradient(torch.autograd.Function):
 
 @functools.lru_cache
 def _nothing(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Return a zero."""
     return torch.zeros((), device=device, dtype=dtype)

@@ -53,7 +53,6 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, together: bool = False) ->
 
 
 def _pairs(found: Iterable[Phase]) -> list[tuple[Pass, Pass]]:
-    """Return each F of a phase with the BW behind it."""
     return [
         (first, second)
         for _, passes in found

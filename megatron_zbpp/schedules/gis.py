@@ -88,7 +88,6 @@ def gis_h(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedul
 def _grouped(
     name: str, num_ranks: int, num_microbatches: int, num_chunks: int, size: int
 ) -> Schedule:
-    """Return it interleaved in groups of `size`, W right after B."""
     placement = Placement.loop(num_ranks, num_chunks)
     groups = even_groups(num_microbatches, size)
     orders = (

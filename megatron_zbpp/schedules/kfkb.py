@@ -81,7 +81,6 @@ def _fits(k: int, m: int, held: tuple[float, ...], limit: float) -> bool:
 
 
 def _orders(m: int, k: int, held: tuple[float, ...], limit: float) -> list[list[Phase]]:
-    """Return each rank's order: the forwards of the ranks behind it, then k and k by turns."""
     p, most = len(held), m
     orders: list[list[Phase]] = []
     for rank, activation in enumerate(held):

@@ -337,7 +337,6 @@ def _import_module(module: str) -> None:
 
 
 def _import(module: str, name: str) -> None:
-    """Import the module of the schedule `name`."""
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -352,6 +351,5 @@ def _import(module: str, name: str) -> None:
 
 
 def _key(name: str) -> str:
-    """Return what a look-up compares: no case, no separators, but in the module's name."""
     module, colon, last = name.strip().rpartition(':')
     return module + colon + last.lower().replace('-', '').replace('_', '')

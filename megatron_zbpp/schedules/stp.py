@@ -49,7 +49,6 @@ def stp(num_ranks: int, num_microbatches: int, together: bool = False) -> Schedu
 
 
 def _pairs(found: list[Phase]) -> list[tuple[Pass, Pass]]:
-    """Return each F of a phase of pairs with the pass behind it."""
     pairs: list[tuple[Pass, Pass]] = []
     for label, passes in found:
         coming = iter(passes if _PAIRS in label else ())

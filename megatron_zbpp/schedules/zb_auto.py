@@ -215,7 +215,6 @@ class _Scheduler:
         return chosen
 
     def _is_worth(self, rank: int) -> bool:
-        """Return whether an F now lets `rank` start its next B when that is there, or is needed."""
         now, below = self.draft.clock[rank], rank + 1
         next_b = self.draft.clock[below] + self.costs.edge(below, rank, (below, rank))
         next_b += self._time(F, below) + self._time(B, below)
@@ -274,7 +273,6 @@ class _Scheduler:
             self.draft.put(pending[0])
 
     def _may_idle(self, rank: int, time: float) -> bool:
-        """Return whether `rank` may lose so much time and not be the rank that lost most."""
         return within(self.draft.idle[rank] + time, max(self.draft.idle))
 
     def _time(self, kind: str, rank: int) -> float:

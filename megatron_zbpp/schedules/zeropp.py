@@ -19,7 +19,6 @@ def _peak(at: Sizes) -> float:
 
 
 def _even(at: Sizes) -> bool:
-    """Return whether there are several units of the fewest microbatches."""
     return at.m >= 2 * _unit(at.p, at.v) and at.m % _unit(at.p, at.v) == 0
 
 

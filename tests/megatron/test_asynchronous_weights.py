@@ -223,7 +223,7 @@ COUNTS: list[tuple[Callable, int, str | None]] = [
 
 def counted() -> list[str | None]:
     """On a rank: what is named, once something counts from some forward on or in it alone."""
-    from megatron_zbpp.mcore.iteration.unwritten import Unwritten
+    from megatron_zbpp.mcore.iteration.asynchronous import Unwritten
 
     def named(count: Callable, at: int, persistent: bool) -> str | None:
         module = Counting(lambda module: None, persistent)

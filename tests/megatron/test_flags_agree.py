@@ -102,7 +102,7 @@ def configured_apart(changes):
     import torch
     import torch.distributed as dist
 
-    from megatron_zbpp.mcore.iteration.alike import agreement
+    from megatron_zbpp.mcore.iteration.preparation import agreement
     from megatron_zbpp.mcore.session import Session
     from megatron_zbpp.mcore.settings import Settings
     from megatron_zbpp.runtime.channels import Message

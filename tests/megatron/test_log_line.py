@@ -220,7 +220,7 @@ def test_megatrons_ranges():
     import torch
     from megatron.core import utils
 
-    from megatron_zbpp.mcore.iteration.ranges import profiled
+    from megatron_zbpp.mcore.iteration.executors import profiled
 
     calls = []
     with (

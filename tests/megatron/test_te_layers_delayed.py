@@ -244,7 +244,7 @@ class Hidden:
 
 def incomplete(hidden, store_runs):
     """What is said after an iteration with a layer that is hidden, or whose W does not run."""
-    from megatron_zbpp.mcore.iteration.completeness import every_weight_gradient
+    from megatron_zbpp.mcore.iteration.batch import every_weight_gradient
     from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
     store = WeightGradStore()

@@ -106,7 +106,6 @@ class AutoPlan(Guest):
         return None if schedule is None else Change(self.costs, schedule)
 
     def _next(self, iteration: Iteration) -> Schedule | None:
-        """Return what to run now; None: the same. A collective."""
         schedule = iteration.schedule
         if schedule.num_microbatches != self._num_microbatches:  # the batch size has changed
             self._begin(schedule.num_microbatches)
@@ -125,10 +124,6 @@ class AutoPlan(Guest):
         return self._ask(schedule)
 
     def _begin(self, num_microbatches: int) -> None:
-        """Go on with what is known for so many microbatches, or begin anew.
-
-        Each number is measured and planned for by itself: calls of others may come between.
-        """
         self._sizes[self._num_microbatches] = {name: getattr(self, name) for name in _OF_SIZE}
         other = AutoPlan()
         known = self._sizes.pop(num_microbatches, {name: getattr(other, name) for name in _OF_SIZE})
@@ -174,7 +169,6 @@ class AutoPlan(Guest):
             self._planner = BackgroundSearch.start('the planner', search, self.seconds, self.say)
 
     def _ask(self, schedule: Schedule) -> Schedule | None:
-        """Return what the first rank's planner says: nothing yet, keep, or a schedule."""
         said = [self._poll(schedule) if dist.get_rank() == 0 else _WAITING]
         dist.broadcast_object_list(said, src=0)
         if said[0] == _WAITING:
@@ -188,7 +182,6 @@ class AutoPlan(Guest):
         return self.planned
 
     def _poll(self, schedule: Schedule) -> str:
-        """Return what the planner says; whatever becomes of it, training goes on."""
         self._launch()
         planner, costs = self._planner, self.costs
         assert costs is not None  # `_start` has them
@@ -221,7 +214,6 @@ class AutoPlan(Guest):
         return planned.to_json()
 
     def _compare(self, schedule: Schedule) -> Schedule | None:
-        """Tell what the switch has brought; go back where that was a loss beyond noise."""
         before, now = median(self._measured_before), median(self._spans)
         gained = 1 - now / before
         lost = min(self._spans) > max(self._measured_before)
@@ -261,21 +253,18 @@ class AutoPlan(Guest):
 
 
 def _rival(schedule: Schedule, costs: Costs) -> str:
-    """Return how long the schedule that gains are told against would take; empty: it has none."""
     makespan = makespan_of(RIVAL, schedule, rival_costs(schedule, costs))
     name = RIVAL + WHOLE * has_shards(schedule)
     return f', {makespan * 1e3:.1f} ms with {name}' if makespan else ''
 
 
 def _unknown_to_partitions(schedule: Schedule) -> str:
-    """Return what a schedule has that the search for a partition does not know; empty: nothing."""
     if has_shards(schedule):
         return 'output layer on all ranks'
     return 'cells' if schedule.together else ''
 
 
 def _words(costs: Costs, placement: Placement, full: float | None) -> str:
-    """Return what was measured."""
     n = costs.num_stages
     times = {kind: costs.times[kind] for kind in (F, B, W)}
     times |= {kind: own[n:] for kind, own in costs.times.items() if any(own[n:])}  # of shards
@@ -291,5 +280,4 @@ def _words(costs: Costs, placement: Placement, full: float | None) -> str:
 
 
 def _mirrored(schedule: Schedule) -> bool:
-    """Return whether its ranks are those of the paper in reverse: see `mcore.layout`."""
     return schedule.placement.only_route[0] != 0

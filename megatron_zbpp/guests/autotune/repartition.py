@@ -128,7 +128,6 @@ class Repartition:
         self.search.end()
 
     def _report(self, text: str) -> None:
-        """Say what the partition gains, and write it where that is worth a new start."""
         plan, looked = json.loads(text), self.looked
         expected = plan[self.objective]
         gain = 1 - expected / looked.now if looked.now else 0.0
@@ -153,11 +152,6 @@ class Repartition:
 
 
 def _written(text: str) -> Path:
-    """Write a plan beside those of the planner, named after what it says; return where.
-
-    Raises:
-        OSError: that cannot be; who has no cache folder finds it where the run was started.
-    """
     plans = default_folder()
     folder = Path() if plans is None else plans.parent / 'partitions'
     folder.mkdir(parents=True, exist_ok=True)

@@ -130,7 +130,6 @@ class FreezeRun(Guest):
         self.step += 1
 
     def _compare(self) -> None:
-        """Tell what it has brought."""
         before, after = median(self._before), median(self._after)
         predicted = 1 - self.plan.makespan / self.plan.without if self.plan.without else 0.0
         self._say(

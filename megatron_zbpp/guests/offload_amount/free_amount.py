@@ -80,7 +80,6 @@ class FreeAmount(Guest):
         return None if decided is None else Change(decided)
 
     def _decided(self, runs: Schedule, base: Schedule, costs: Costs, room: float) -> Costs | None:
-        """Say what becomes of it; return the costs where that is another schedule."""
         ratio = copy_ratio(costs)
         planned = offloaded(base, FREE, costs)
         found = f'offload auto: k = {ratio:.2g} measured'

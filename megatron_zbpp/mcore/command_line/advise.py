@@ -217,11 +217,7 @@ class AdvisedLine:
         return 'hybrid' if name is not None else 'mla' if latent else plain, more
 
     def _dense_first(self) -> int:
-        """Return the dense layers before those with experts.
-
-        Raises:
-            ValueError: there are others between them.
-        """
+        """Return the dense layers before those with experts."""
         every = getattr(self.args, 'moe_layer_freq', 1)
         if every in (1, None):
             return 0
@@ -345,7 +341,6 @@ class AdvisedLine:
         ]
 
     def _kept_by_rank(self) -> str:
-        """Return why checkpoints fit the ranks that saved them alone, and the cure; empty: no."""
         found = value_of(self.flags, '--ckpt-format') or 'torch_dist'
         if found != 'torch_dist':
             cure = 'convert it (docs/exactness.md), or train from scratch'
@@ -366,7 +361,6 @@ class AdvisedLine:
         return bool(getattr(self.args, name, False)) or flag(name) in self.flags
 
     def _fused(self) -> bool:
-        """Return whether attention is one kernel, which keeps no scores."""
         backend = getattr(self.args, 'attention_backend', None)
         local = getattr(self.args, 'transformer_impl', None) == 'local'
         plain = str(getattr(backend, 'name', backend)) in ('unfused', 'local')

@@ -111,7 +111,6 @@ class Bench:
         return [*found, '--log-interval', '1', '--eval-iters', '0', *more]
 
     def _length(self, iterations: int) -> list[str]:
-        """Return how long to train, with the learning rates of the line's own length."""
         args = self.line.args
         samples, own = (getattr(args, name, None) for name in ('train_samples', 'train_iters'))
         if samples:

@@ -230,7 +230,6 @@ def _consequences(
     placement: Placement,
     counts: list[int],
 ) -> list[str]:
-    """Return what the schedule changes besides time: losses, copies, waits and memory of steps."""
     found: list[str] = []
     if not programs.asynchronous:
         found.append(_first_iteration(settings.prewarm, line.on_cpu))
@@ -258,7 +257,6 @@ def _consequences(
 
 
 def _first_iteration(prewarm: bool | None, on_cpu: bool) -> str:
-    """Return whether all ranks prepare the first iteration at the same time."""
     if prewarm or (prewarm is None and not on_cpu):
         return 'the first iteration is prepared on all ranks at the same time (--pipeline-prewarm)'
     cure = 'drop --no-pipeline-prewarm' if prewarm is False else 'give --pipeline-prewarm'
@@ -266,11 +264,7 @@ def _first_iteration(prewarm: bool | None, on_cpu: bool) -> str:
 
 
 def _parallel(line: LaunchLine) -> dict[str, int]:
-    """Return ranks by kind.
-
-    Raises:
-        ValueError: they do not make whole replicas of the model.
-    """
+    """Return ranks by kind."""
     sizes = {
         'tensor': line.args.tensor_model_parallel_size,
         'context': line.args.context_parallel_size,
@@ -286,11 +280,7 @@ def _parallel(line: LaunchLine) -> dict[str, int]:
 
 
 def _microbatches(line: LaunchLine, replicas: int) -> list[int]:
-    """Return numbers of microbatches that training has.
-
-    Raises:
-        ValueError: the batch does not divide into any.
-    """
+    """Return numbers of microbatches that training has."""
     micro, whole = line.args.micro_batch_size, line.args.global_batch_size
     if micro is None:
         raise ValueError('--micro-batch-size is missing: give how many samples a microbatch has')
@@ -304,11 +294,7 @@ def _microbatches(line: LaunchLine, replicas: int) -> list[int]:
 
 
 def _layers(args: Namespace, placement: Placement) -> list[int]:
-    """Return transformer layers of each stage.
-
-    Raises:
-        ValueError: they cannot be placed.
-    """
+    """Return transformer layers of each stage."""
     embedding = args.account_for_embedding_in_pipeline_split
     loss = args.account_for_loss_in_pipeline_split
     fixed = sizes.fixed_layers(args, placement)
@@ -349,7 +335,6 @@ def _others(line: LaunchLine, parallel: dict[str, int]) -> list[str]:
 
 
 def _of_copies(name: str, programs: Programs, num_ranks: int, num_microbatches: int) -> str:
-    """Return what a technique frees, on the host takes, and where it is of little use."""
     lowered = programs.lowered(num_ranks, num_microbatches, forward_only=False)
     schedule, plain = lowered.schedule, programs.without_copies(num_ranks, num_microbatches)
     costs = Costs.uniform(schedule.placement)
@@ -369,11 +354,6 @@ def _of_copies(name: str, programs: Programs, num_ranks: int, num_microbatches: 
 def _simulated(
     programs: Programs, num_ranks: int, num_microbatches: int, layers: list[int]
 ) -> Simulated:
-    """Simulate one iteration.
-
-    Raises:
-        ValueError: the schedule does not exist for these sizes.
-    """
     schedule = programs.lowered(num_ranks, num_microbatches, forward_only=False).schedule
     costs = with_usual_share(schedule, Costs.known(schedule, layers))
     timeline = simulate(schedule, costs)

@@ -81,7 +81,6 @@ def of_schedule(words: Sequence[str]) -> list[str]:
 
 
 def _prewarm(given: Mapping[str, Any]) -> bool | None:
-    """Return what two switches ask for; None: neither does."""
     on, off = given['pipeline_prewarm'], given['no_pipeline_prewarm']
     if on and off:
         raise ValueError('--pipeline-prewarm and --no-pipeline-prewarm: give one of them')

@@ -125,7 +125,6 @@ def read(words: Sequence[str], gpus: int | None = None) -> LaunchLine:
 
 
 def _require_launcher(launcher: list[str], script: str | None, flags: list[str]) -> None:
-    """Return if the script will know our flags, as far as can be seen here."""
     if script is None:
         return
     if '--cpu' in flags and 'megatron_zbpp.launch' in launcher:
@@ -178,7 +177,6 @@ def divided(words: Sequence[str]) -> tuple[list[str], str | None, list[str]]:
 
 
 def _lacks() -> str:
-    """Return what is missing for Megatron's own parser; empty: nothing."""
     try:
         require_packages(TRAINING)
     except RuntimeError as error:

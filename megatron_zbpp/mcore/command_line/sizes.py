@@ -82,7 +82,6 @@ def chunks_for(args: argparse.Namespace, schedule: str) -> int | None:
 
 
 def _fewer_chunks(args: argparse.Namespace, wanted: int) -> str:
-    """Return how to ask for the `wanted` number of chunks a rank."""
     stages, hybrid = wanted * args.pipeline_model_parallel_size, refusals.hybrid(args)
     if hybrid is not None:
         return f'give {flag(hybrid)} {stages} segments'
@@ -176,11 +175,7 @@ def place_layers(args: argparse.Namespace, placement: Placement) -> None:
 
 
 def _place_hybrid(args: argparse.Namespace, name: str, placement: Placement) -> None:
-    """Divide the pattern of a hybrid model, `name` of the arguments, among the stages.
-
-    Raises:
-        ValueError: another number of segments than stages, or too few layers.
-    """
+    """Divide the pattern of a hybrid model, `name` of the arguments, among the stages."""
     pattern = getattr(args, name)
     if not isinstance(pattern, str):
         return  # a ratio, of releases that know no segments

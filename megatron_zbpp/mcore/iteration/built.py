@@ -126,11 +126,6 @@ def _planned(model: torch.nn.Module, placement: Placement, stage: int) -> range 
 def _error(
     model: torch.nn.Module, require: Callable[[torch.nn.Module], None] | None
 ) -> Exception | None:
-    """Return what `require` raises for a chunk, or what is wrong with a part that one rank has.
-
-    The config of an encoder of images, say, may be a copy of the model's, with that one's layout,
-    by which layers were left out.
-    """
     try:
         if require is not None:
             require(model)

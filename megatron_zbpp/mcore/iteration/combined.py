@@ -55,7 +55,6 @@ def as_one(forward: Forward, backward: Backward) -> tuple[torch.Tensor, MaybeTen
 
 
 def _step(forward: Forward | None, backward: Backward | None) -> Any:
-    """Return output, number of tokens, and input's gradient; None for what is not asked for."""
     given: dict[str, Any] = dict.fromkeys(_ARGUMENTS)
     stages: list[CombinedStage] = []
     if forward is not None:

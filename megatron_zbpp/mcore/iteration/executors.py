@@ -3,25 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core import utils
 
 from megatron_zbpp.guests.base import Around
+from megatron_zbpp.ir import Pass
+from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.iteration import combined
-from megatron_zbpp.mcore.iteration.ranges import profiled
 from megatron_zbpp.mcore.iteration.stages import Call, ModelStage
 from megatron_zbpp.mcore.lowered import Lowered
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import clock_for
+from megatron_zbpp.runtime.compat import profiler_enabled
 from megatron_zbpp.runtime.executor import Executor
+from megatron_zbpp.runtime.observe import profiling
 from megatron_zbpp.runtime.tables import Tables
 
 if TYPE_CHECKING:
     from megatron_zbpp.runtime.activations.store import ActivationStore
+
+
+def profiled(p: Pass) -> AbstractContextManager:
+    """Make a range as `runtime.observe.profiling.profiled` does, and under nsys.
+
+    There, a program may have asked for Megatron's ranges by `configure_nvtx_profiling`, without
+    torch's emit_nvtx.
+    """
+    if compat.nvtx_enabled() and not profiler_enabled():
+        return _nvtx(profiling.name(p))
+    return profiling.profiled(p)
+
+
+@contextmanager
+def _nvtx(name: str) -> Iterator[None]:
+    utils.nvtx_range_push(name)
+    yield
+    utils.nvtx_range_pop(name)  # not after an error: ranges inside are open, and it would hide that
+
 
 Data = Sequence[Iterator | None]
 """What the chunks of a rank read."""
@@ -131,7 +155,6 @@ def _activations(
     pp_group: torch.distributed.ProcessGroup,
     stages: Iterable[ModelStage],
 ) -> ActivationStore | None:
-    """Return what moves activations, where the schedule does and there is a backward."""
     if call.arguments.forward_only or not lowered.moves:
         return None
     store = session.activations(call.device, pp_group, lowered.partners)

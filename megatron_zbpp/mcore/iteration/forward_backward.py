@@ -61,11 +61,7 @@ def forward_backward(
 
 
 def _refuse_delayed(model: torch.nn.Module | list[torch.nn.Module] | None) -> None:
-    """Raise for modules whose weight gradients only our W passes would compute.
-
-    Raises:
-        NotImplementedError: the model was built for one of our schedules.
-    """
+    """Raise for modules whose weight gradients only our W passes would compute."""
     for module in model if isinstance(model, list) else [model]:
         if module is not None and transformer_engine.delaying_modules(module):
             raise NotImplementedError(

@@ -70,7 +70,6 @@ def _agreed(
     placement: Placement,
     pipeline: dist.ProcessGroup,
 ) -> Edges:
-    """Return what the edges have; raise ValueError where neighbours do not agree."""
     held = placement.stages(pipeline.rank())
     own = {stage: _told(model, message) for stage, model in zip(held, models, strict=True)}
     gathered: list[dict[int, tuple[_Told, _Told]]] = [{} for _ in range(pipeline.size())]
@@ -91,7 +90,6 @@ def _agreed(
 
 
 def _told(model: Any, message: tuple[Message, ...]) -> tuple[_Told, _Told]:
-    """Return what a chunk takes and gives."""
     shape, dtype = message[0].shape, message[0].dtype
     if hasattr(model, METHOD):
         takes, gives = getattr(model, METHOD)(shape, dtype)

@@ -16,7 +16,6 @@ from megatron_zbpp.guests.base import ModelLayers
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import compat, layout, preflight, refusals, replicas, superseded
 from megatron_zbpp.mcore.iteration import combined
-from megatron_zbpp.mcore.iteration.alike import agreement
 from megatron_zbpp.mcore.iteration.announcement import announce
 from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.iteration.batch import Batch, NextIteration
@@ -28,9 +27,63 @@ from megatron_zbpp.mcore.refusals_of_techniques import with_versions
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.runtime.channels import Message
 from megatron_zbpp.runtime.log import job_log
+from megatron_zbpp.version import __version__
 
 if TYPE_CHECKING:
     from megatron_zbpp.mcore.reading import Reading
+
+# of TransformerConfig: what gives stages their shape, and what makes ranks communicate
+_CONFIG = (
+    'num_layers',
+    'hidden_size',
+    'ffn_hidden_size',
+    'num_attention_heads',
+    'num_query_groups',
+    'num_moe_experts',
+    'moe_router_topk',
+    'params_dtype',
+    'tensor_model_parallel_size',
+    'context_parallel_size',
+    'expert_model_parallel_size',
+    'sequence_parallel',
+    'calculate_per_token_loss',
+    'overlap_moe_expert_parallel_comm',
+)
+
+
+def agreement(
+    num_microbatches: int,
+    num_chunks: int,
+    message: Message,
+    forward_only: bool,
+    config: Any,
+) -> dict[str, object]:
+    """Return name and value of each, but for the schedule.
+
+    From its name and m a release makes the same passes everywhere: they need not be compared.
+
+    Args:
+        num_microbatches: m.
+        num_chunks: of the model on this rank.
+        message: what neighbours exchange.
+        forward_only: whether this is an evaluation.
+        config: of the model.
+    """
+    return {
+        'number of microbatches': num_microbatches,
+        'forward only': forward_only,
+        'model chunks on each rank': num_chunks,
+        'message shape (sequence, micro batch, hidden)': message.shape and tuple(message.shape),
+        'message dtype': message.dtype,
+        **{name: getattr(config, name, None) for name in _CONFIG},
+        'layers (by rank and chunk)': _layers(config),
+        'megatron_zbpp': __version__,
+    }
+
+
+def _layers(config: Any) -> object:
+    by_rank = getattr(getattr(config, 'pipeline_model_parallel_layout', None), 'layout', None)
+    return by_rank and tuple(tuple(len(chunk) for chunk in chunks) for chunks in by_rank)
 
 
 def prepare(
@@ -117,7 +170,6 @@ def _prewarmed(executors: Executors, call: Call, config: Any, data: Data) -> Dat
 
 
 def _allow(session: Session, arguments: Arguments, config: Any, num_ranks: int) -> None:
-    """Raise where the session's schedule cannot do what the call and its model ask for."""
     programs = session.programs
     num_microbatches = None if arguments.forward_only else arguments.num_microbatches
     found = [*preflight.refused(config, programs, num_ranks, num_microbatches)]
@@ -137,7 +189,6 @@ def _maker(
     cuts: Sequence[int],
     rank: int,
 ) -> Callable[..., ModelStage]:
-    """Return what makes a stage, by what its passes do beside Megatron's own."""
     models, programs = arguments.models, session.programs
     if programs.shards_vocabulary:
         from megatron_zbpp.mcore.iteration import embedding, vocabulary
@@ -180,7 +231,6 @@ def _with_hops(
 
 
 def _reading(session: Session, call: Call) -> Reading | None:
-    """Return what notes the data of a two-way pipeline's first calls; None: nothing to compare."""
     forward_only = call.arguments.forward_only
     if call.num_replicas == 1 or forward_only in session.read_alike:
         return None
@@ -232,7 +282,6 @@ def _announce(
     config: Any,
     first_chunk: torch.nn.Module,
 ) -> None:
-    """Say what runs, before it first does, and tell the guests."""
     session.announced = True
     from megatron_zbpp.mcore.same_start.losses import losses_from_scratch
 
@@ -256,7 +305,6 @@ def _announce(
 
 
 def _device() -> torch.device:
-    """Return this rank's, where Megatron puts what it receives, wherever parameters are."""
     return torch.empty(0, device=torch.cuda.current_device()).device
 
 

@@ -78,7 +78,6 @@ def prewarmed(executors: Executors, call: Call, config: Any, data: Data) -> Data
 
 
 def _obstacle(executors: Executors, config: Any) -> str | None:
-    """Return why the chunks of this model cannot run by themselves; None: they can."""
     if executors.lowered.calls is not None:
         return 'an asynchronous schedule has no first microbatch of its own'
     if executors.messages[0].shape is None:
@@ -145,6 +144,5 @@ def _nothing_left(models: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def _grads(parameter: torch.nn.Parameter) -> list[torch.Tensor]:
-    """Return where gradients of a parameter are added up."""
     places = parameter.grad, getattr(parameter, 'main_grad', None)
     return [each for each in places if isinstance(each, torch.Tensor)]

@@ -64,8 +64,6 @@ def _after_forward(
 
 
 def _sees(module: torch.nn.Module, forward: Callable[[], Any]) -> bool:
-    """Return whether outputs follow the weights, pointed elsewhere and written in place."""
-
     def run() -> list[torch.Tensor]:
         with SideEffects([module]).capture():
             return [each.detach() for each in _tensors(forward())]

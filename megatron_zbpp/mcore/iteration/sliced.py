@@ -109,7 +109,6 @@ class SlicedStage(ModelStage):
         return step
 
     def _first(self, data: Iterator | None, model: torch.nn.Module) -> tuple[Any, Callable, Any]:
-        """Return what forward_step gives: output, what calls the model so again, loss function."""
         calls: list[Callable] = []
         made: list[tuple[Any, int]] = []
         handles = (
@@ -219,7 +218,6 @@ def _padded(losses: torch.Tensor, part: Slice) -> torch.Tensor:
 
 
 def _gradient(losses: torch.Tensor, loss_func: Any, part: Slice) -> tuple[torch.Tensor, list]:
-    """Return the gradient of the losses of a slice, and what is counted of it."""
     own = losses[:, part.start : part.end].clone().requires_grad_()
     with left_behind.put_back():
         loss, *counts, _ = loss_func(_padded(own, part))

@@ -186,7 +186,6 @@ class ModelStage:
         )
 
     def _data(self, p: Pass) -> Iterator | None:
-        """Return what a forward reads from."""
         return self.data_iterator
 
     def _step(self, p: Pass) -> Callable:

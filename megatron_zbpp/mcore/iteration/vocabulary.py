@@ -322,7 +322,6 @@ def shard_of(model: torch.nn.Module) -> OutputShard:
 
 
 def _own_rows(rows: torch.Tensor, count: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return those of a whole sequence's rows that this rank has, `count` of them."""
     return rows if rows.size(0) == count else rows.chunk(group.size())[group.rank()]
 
 

@@ -72,7 +72,7 @@ def comparing(session: Session, original: Callable) -> Callable:
 def _kept_by_rank(
     state: Mapping[str, Any], config: Any, name: Any, kind: str
 ) -> tuple[str | None, Mapping[str, Any]]:
-    """Return what of a checkpoint will be loaded that is kept by rank, and what tells its layers.
+    """Return files of a checkpoint that are kept by rank, and the file that names their layers.
 
     Args:
         state: what is common to all ranks.

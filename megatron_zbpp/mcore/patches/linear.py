@@ -97,7 +97,6 @@ def deferring_linear(original: type, store: WeightGradStore) -> type:
 
 
 def _plain(settings: dict[str, Any]) -> bool:
-    """Return whether weight gradients are computed at once and whole, by a layer's arguments."""
     return settings['grad_output_buffer'] is None and settings.get('gtp_remat_size', 1) == 1
 
 
@@ -163,7 +162,6 @@ def _defer(
     grad_output: torch.Tensor,
     store: WeightGradStore,
 ) -> None:
-    """Leave the rest to W; of what is gathered over `tp_group`, this rank's rows."""
     operands: list[torch.Tensor | Shard] = [input, grad_output]
     if context.sequence_parallel:
         operands[0] = Shard(input, context.tp_group)

@@ -85,7 +85,6 @@ def _loading(endless: EndlessTraining, original: Callable) -> Callable:
 
 
 def _sharded(state: dict[str, Any]) -> list[Any]:
-    """Return what describes parameters, not optimizer state."""
     found = (v for v in nested_values(state) if hasattr(v, 'key'))
     return [v for v in found if isinstance(getattr(v, 'data', None), torch.nn.Parameter)]
 
@@ -93,13 +92,6 @@ def _sharded(state: dict[str, Any]) -> list[Any]:
 def _renamed(
     state: dict[str, Any], name: str, tensors: Mapping[int, torch.Tensor]
 ) -> dict[str, Any]:
-    """Return what describes parameters, by another name and with other tensors.
-
-    Args:
-        state: a sharded state dict.
-        name: of what versions keep.
-        tensors: by identity of the parameters.
-    """
     return {
         str(at): replace(
             each,

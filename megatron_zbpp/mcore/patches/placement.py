@@ -107,7 +107,6 @@ def _is_pipeline_first_stage(original: Callable, placement: Placements) -> Calla
 def _with_embedding_ranks(
     agree: Agree, allow: Callable[[int], None], original: Callable, placement: Placements
 ) -> Callable:
-    """Make no group where one rank holds embedding and loss: what is tied is kept equal here."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -147,10 +146,7 @@ class _Layouts:
 
 
 def _segments(original: Callable, placement: Placements) -> Callable:
-    """Answer with a chunk's segment of a hybrid model's pattern, whose segments are the stages.
-
-    Megatron's function takes them to go around the ranks: it is given them in that order.
-    """
+    """Answer with a chunk's segment of a hybrid model's pattern, whose segments are the stages."""
 
     @functools.wraps(original)
     def select_pipeline_segment(
@@ -180,10 +176,7 @@ def _segments(original: Callable, placement: Placements) -> Callable:
 
 
 def _refusing(original: Callable, placement: Placements) -> Callable:
-    """Refuse, before any layer is built, a model with layers elsewhere than its stages.
-
-    It also takes back what the schedule does by itself.
-    """
+    """Refuse, before any layer is built, a model with layers elsewhere than its stages."""
 
     @functools.wraps(original)
     def __init__(self: LanguageModule, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -251,10 +244,7 @@ def _takes_vp_stage(provider: Callable) -> bool:
 
 
 def _with_data_on_rank_0(reads: Reads, original: Callable) -> Callable:
-    """Give pipeline rank 0 data as ever, and each chunk those of the replica that it reads.
-
-    Global rank 0 makes the indices, and knows for all ranks whether there is anything to train on.
-    """
+    """Give pipeline rank 0 data as ever, and each chunk those of the replica that it reads."""
 
     @functools.wraps(original)
     def build_train_valid_test_data_loaders(*args: Any, **kwargs: Any) -> Any:

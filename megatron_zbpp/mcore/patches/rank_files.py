@@ -108,10 +108,7 @@ def _looking_inside(session: Session, original: Callable) -> Callable:
 
 
 def _comparing(session: Session, original: Callable) -> Callable:
-    """Compare what else is kept by rank when a checkpoint is first looked at.
-
-    What `_with_layout` has put in the place of the number of ranks is that number again.
-    """
+    """Compare what else is kept by rank when a checkpoint is first looked at."""
 
     @functools.wraps(original)
     def _load_base_checkpoint(load_dir: Any, args: Any, *more: Any, **named: Any) -> tuple:
@@ -131,13 +128,6 @@ def _comparing(session: Session, original: Callable) -> Callable:
 
 
 def _kept_by_rank(state: Mapping[str, Any], args: Any, kind: str) -> str | None:
-    """Return what of a checkpoint will be loaded that is kept by rank; None: nothing is.
-
-    Args:
-        state: what is common to all ranks.
-        args: of this run.
-        kind: Megatron's name of what the checkpoint is.
-    """
     if kind == 'LOCAL':
         return 'local'
     loads = args.use_distributed_optimizer and not (args.no_load_optim or args.finetune)
@@ -201,7 +191,6 @@ def require_same(
 
 
 def _refusal(saved: RankFiles | None, here: RankFiles, kept: str, cure: str) -> str:
-    """Return why what is kept by rank cannot be loaded, and what to do."""
     why = (
         'it does not say by which schedule it was saved'
         if saved is None
@@ -211,10 +200,6 @@ def _refusal(saved: RankFiles | None, here: RankFiles, kept: str, cure: str) -> 
 
 
 def _read_any(folder: str) -> Mapping[str, Any] | str:
-    """Return what the first rank's file that is here holds, without its tensors' values.
-
-    Where it cannot be read: why, as text.
-    """
     file = next(iter(sorted(Path(folder).glob('mp_rank_*/model_optim_rng.pt'))), None)
     if file is None:
         return 'it has no file mp_rank_*/model_optim_rng.pt'
@@ -225,11 +210,6 @@ def _read_any(folder: str) -> Mapping[str, Any] | str:
 
 
 def _with_placement(session: Session, original: Callable) -> Callable:
-    """Name what is kept by rank after the placement, where stages do not go around the ranks.
-
-    Then no run with another placement finds it, whatever loop or schedule that is.
-    """
-
     @functools.wraps(original)
     def sharded_state_dict(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
         state = original(self, *args, **kwargs)

@@ -64,7 +64,6 @@ def _models() -> tuple[str, ...]:
 
 
 def _attentions() -> dict[str, _Masked]:
-    """Return how each class of attention that is here takes a mask."""
     by_te = find_spec('transformer_engine') is not None
     return {_LOCAL: _masked_locally, **({_BY_TE: _masked_by_te} if by_te else {})}
 
@@ -129,7 +128,6 @@ def require(model: torch.nn.Module) -> None:
 
 
 def _problem(layer: torch.nn.Module) -> str | None:
-    """Return what a layer does that slices would change, and a cure; None: it takes slices."""
     name = type(layer).__name__
     if not _MIXING.isdisjoint(each.__name__ for each in type(layer).__mro__):
         return f'{name} needs what it has seen of the slices before: leave it out'
@@ -191,7 +189,6 @@ def _attending(running: Running, masked: _Masked, original: Callable) -> Callabl
 def _masked_locally(
     part: Slice, query: torch.Tensor, mask: torch.Tensor | None, kind: AttnMaskType | None
 ) -> tuple[torch.Tensor, AttnMaskType | None]:
-    """Return what a slice may not attend to: (1, 1, its tokens, tokens up to its end), bool."""
     if mask is None:
         ones = torch.ones(part.end - part.start, part.end, dtype=torch.bool, device=query.device)
         mask = ones.triu(1 + part.start)[None, None]

@@ -54,10 +54,6 @@ def patches(placement: Placements) -> Iterator[Patch]:
 
 
 def _tying(original: Callable, placement: Placements) -> Callable:
-    """Copy the embedding to what is tied to it, too.
-
-    That is the output layer, or the embedding of multi-token prediction.
-    """
     # the latest chunk with an embedding; chunks are built in order
     latest: list[Callable[[], Any]] = []
 

@@ -24,8 +24,6 @@ def patches(session: Session) -> Iterator[Patch]:
 
 
 def _made_by(module: str, session: Session) -> Callable[[Any], Any]:
-    """Return what makes the replacement, by a module beside this one."""
-
     def wrapped(original: Any) -> Any:
         return import_module(f'{__package__}.{module}').wrapped(session, original)
 

@@ -122,7 +122,6 @@ def _own_rows(model: Any, layer: Any) -> torch.Tensor:
 
 
 def _problem(model: Any, size: int, both: bool) -> str | None:
-    """Return why shards do not do what this output layer and its loss do, and the cure."""
     name, layer = type(model).__name__, getattr(model, 'output_layer', None)
     if model.share_embeddings_and_output_weights and not both:
         return (

@@ -64,11 +64,7 @@ class AnnealedRates:
                 group['lr'] = rate
 
     def _exponent(self, steps: int) -> float:
-        """Return 1 at the first step, less at each, and 0 from the last one of annealing on.
-
-        Raises:
-            ValueError: nobody says over how many steps.
-        """
+        """Return 1 at the first step, less at each, and 0 from the last one of annealing on."""
         most = self._session.settings.anneal_steps
         if most is not None:
             return 1 - min(steps / most, 1) if most else 0

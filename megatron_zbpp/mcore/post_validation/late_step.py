@@ -103,7 +103,6 @@ class LateSteps:
             return step.take()
 
     def _agree(self, optimizer: MegatronOptimizer) -> bool:
-        """Return whether all ranks can divide the step."""
         refused = agreement.reasons(_refusal(optimizer))
         self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         if refused:
@@ -116,7 +115,6 @@ class LateSteps:
 
 
 def _refusal(optimizer: MegatronOptimizer) -> str | None:
-    """Return why a step cannot be begun and taken later; None: it can."""
     for each in waiting.members(optimizer):
         if compat.gathers_layers(each):
             return 'ranks gather the layers that they share out behind each step'

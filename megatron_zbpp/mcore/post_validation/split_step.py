@@ -271,7 +271,6 @@ class SplitStep:
 
 
 def _stepped(leaf: MegatronOptimizer) -> Iterator[Stepped]:
-    """Yield what the inner optimizer steps, and what the model reads."""
     read = {id(parameter): copy.detach() for parameter, copy in compat.model_copies(leaf)}
     for group in leaf.optimizer.param_groups:
         for parameter in group['params']:
@@ -280,8 +279,6 @@ def _stepped(leaf: MegatronOptimizer) -> Iterator[Stepped]:
 
 
 def _prepared(leaf: Any, overflow: bool | None) -> Callable[[], bool]:
-    """Return what `prepare_grads` of an optimizer does behind its reduction."""
-
     def prepare_grads() -> bool:
         if overflow is not None:
             leaf.grad_scaler.update(overflow)

@@ -47,7 +47,6 @@ class StageNorms:
             yield
 
     def _agree(self, optimizer: MegatronOptimizer) -> bool:
-        """Return whether it is possible on all ranks, which is said once; raise for zeros."""
         possible = self.decide(agreement.reasons(_refusal(optimizer)))
         if possible and waiting.leaves(optimizer)[0].config.log_num_zeros_in_grad:
             raise NotImplementedError(
@@ -81,7 +80,6 @@ class StageNorms:
 
 
 def _refusal(optimizer: MegatronOptimizer) -> str | None:
-    """Return why stages cannot have norms of their own; None: they can."""
     for each in waiting.members(optimizer):
         if compat.shares_out_layers(each):
             return 'ranks share out layers to step, and take the norm of all'

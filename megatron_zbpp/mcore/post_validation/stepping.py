@@ -17,17 +17,43 @@ from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.post_validation import split_step, waiting
 from megatron_zbpp.mcore.post_validation.barriers import WAIT
-from megatron_zbpp.mcore.post_validation.kept_state import most_kept
 from megatron_zbpp.mcore.post_validation.next_iteration import ForwardsAhead
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.post_validation.partial_state import PartialReduction
 from megatron_zbpp.post_validation.protocol import STEP
+from megatron_zbpp.post_validation.speculative_step import KEPT_BYTES
 from megatron_zbpp.post_validation.views import SharedViews
 from megatron_zbpp.runtime.guard import agreement
 from megatron_zbpp.runtime.log import job_log
 
 if TYPE_CHECKING:
     from megatron_zbpp.mcore.post_validation.asynchronous_steps import AsynchronousSteps
+
+_SPARED = 0.1  # of what is free: memory in parts cannot all be used
+
+
+def most_kept(device: torch.device, share: float, limit: float | None) -> int:
+    """Return bytes that may be kept beside the forwards that run ahead meanwhile.
+
+    No activation is held when this is asked, so all that passes have needed is free, and forwards
+    that run ahead need a share of it again.
+
+    Args:
+        device: of the optimizer's state.
+        share: of what passes have needed at most, that is needed until the step is validated.
+        limit: GiB that are kept at most; None: as many as there is memory for.
+    """
+    found = KEPT_BYTES if device.type != 'cuda' else max(KEPT_BYTES, _free(device, share))
+    return found if limit is None else min(found, int(limit * (1 << 30)))
+
+
+def _free(device: torch.device, share: float) -> int:
+    allocated = torch.cuda.memory_allocated(device)
+    on_device, _ = torch.cuda.mem_get_info(device)
+    free = on_device + torch.cuda.memory_reserved(device) - allocated
+    by_passes = torch.cuda.max_memory_allocated(device) - allocated
+    return int((1 - _SPARED) * free - min(1.0, share) * by_passes)
+
 
 # NVIDIA's training loops: where they make ranks agree
 _LOOPS = ('megatron.training.utils', 'megatron.bridge.training.utils.train_utils')
@@ -164,7 +190,6 @@ class Steps:
         return self._possible
 
     def _agree(self, optimizer: MegatronOptimizer, call: Arguments) -> bool:
-        """Return whether post-validation is possible on all ranks, which is said once if not."""
         with self._session.watchdog.collective('whether optimizer steps can be validated later'):
             config = get_model_config(call.models[0])
             reason = waiting.refusal(optimizer) or waiting.refusal_of_model(config)

@@ -53,10 +53,6 @@ def chains(stock: Sequence[str], stages: Sequence[str], num_ranks: int) -> Chain
 
 
 def _keys(stages: Sequence[str]) -> Iterator[list[str]]:
-    """Yield what each stage draws, in its order; a layer by its number in the model.
-
-    A stage of multi-token prediction draws a copy of the embedding first.
-    """
     first = 0
     for stage in stages:
         layers = range(first, first + stage.count('t'))

@@ -105,7 +105,6 @@ class _Costing:
         )
 
     def is_sparse(self, at: int, kind: str) -> bool:
-        """Return whether body layer `at` has experts."""
         sparse = bool(self.shape.experts) and at >= self.shape.dense_first
         return kind == 'E' if self.shape.model == 'hybrid' else sparse and kind in 'tm'
 
@@ -170,11 +169,6 @@ class _Costing:
         return held, 2 * _BF16 * block.rows * self.tokens * share
 
     def _expert_states(self) -> float:
-        """Return what experts take more than the shape has counted for them.
-
-        It divides them by `tp` whatever their own ranks are, and their optimizer's state by all
-        replicas, of which `ep` hold other experts.
-        """
         job, setup, shape = self.job, self.setup, self.shape
         etp = job.expert_ranks(setup)
         inner = shape.expert_ffn or shape.ffn or 4 * shape.hidden

@@ -145,10 +145,7 @@ def _devices(job: Job, pp: int) -> Devices:
 
 
 def _rest(job: Job, setup: Setup, static: tuple[float, ...], costs: Costs) -> float:
-    """Return seconds behind the last pass: gradients, step, parameters.
-
-    Gradients that are reduced beside backward passes are late by what the last one does not hide.
-    """
+    """Return seconds behind the last pass: gradients, step, parameters."""
     dp, sharing = job.replicas(setup) * job.cp, job.shape_of(setup).dp
     most = max(static) / bytes_of_a_parameter(sharing)  # parameters of the fullest rank
     memory = job.shape.bandwidth

@@ -104,12 +104,7 @@ class _Search:
         self.best: list[Prediction] = []
 
     def run(self, candidates: Iterable[_Candidate], done: Callable[[], None]) -> None:
-        """Simulate candidates in the order of their bounds, until no other can be among the best.
-
-        Args:
-            candidates: to be simulated.
-            done: is called after each.
-        """
+        """Simulate candidates in the order of their bounds; stop when the rest cannot be better."""
         for each in sorted(candidates, key=lambda each: each.bound):
             if len(self.best) == self.count and each.bound >= self.best[-1].seconds:
                 break
@@ -162,7 +157,6 @@ def setups_of(job: Job, schedules: Iterable[str], held: Mapping[str, int] = {}) 
 
 
 def _sizes(job: Job) -> Iterator[tuple[int, int, int]]:
-    """Yield tensor-, expert- and pipeline-parallel sizes that divide what they share out."""
     shape = job.shape
     for tp in _divisors(job.gpus):
         fits = tp <= job.gpus_per_node and not shape.seq % tp and not (shape.ffn or tp) % tp
@@ -195,7 +189,6 @@ def _predicted(job: Job, each: _Candidate) -> Prediction | None:
 
 
 def _rank(made: Prediction) -> tuple[float, float]:
-    """Return what comes first: the fastest and, of equally fast ones, what takes less memory."""
     return made.seconds, max(made.nbytes)
 
 

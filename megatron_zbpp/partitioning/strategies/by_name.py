@@ -96,11 +96,6 @@ def _two_bw(space: Space) -> Choice:
 
 
 def _bandwidth(name: str, space: Space) -> float:
-    """Return that of all links.
-
-    Raises:
-        ValueError: devices or links differ, which the strategy does not know.
-    """
     if not space.alike or space.devices.latency:
         raise ValueError(
             f'{name} knows devices and links that are alike, and no latency: use pipe-torch or '

@@ -84,13 +84,11 @@ def _extended(
 
 
 def _kind(devices: Devices, order: tuple[int, ...]) -> object:
-    """Return what makes one order another; where links differ, everything."""
     linked = bool(devices.latency or devices.bandwidth)
     return order if linked else tuple(devices.devices[d].factors for d in order)
 
 
 def _promise(layers: Layers, devices: Devices, table: _Table, order: tuple[int, ...]) -> float:
-    """Return what the slowest may take if the devices left share the layers left evenly."""
     speeds = [1 / min(device.factors) for d, device in enumerate(devices.devices) if d not in order]
     if not speeds:
         return table[len(layers)][0]

@@ -73,7 +73,6 @@ def from_recordings(
 
 
 def _places(recordings: Sequence[Recording], stages: int) -> list[tuple[Recording, int, int]]:
-    """Return each recording with its place in its pipeline, and how many ranks that has."""
     if all(own.rank in own.pipeline for own in recordings):
         return [(r, r.pipeline.index(r.rank or 0), len(r.pipeline)) for r in recordings]
     known = [own.rank for own in recordings if own.rank is not None]

@@ -163,7 +163,6 @@ def _by_stage(log: Log, timer: str, ranks: int, source: str) -> Sequence[float]:
 
 
 def _guess(joined: Sequence[str], source: str) -> str:
-    """Return what is assumed where only the shortest and the longest time are logged."""
     inner = [Counter(own.strip('EL')) for own in joined]
     if any(own != inner[0] for own in inner) or len(joined) < 2:
         raise ValueError(
@@ -186,7 +185,6 @@ def _integer(arguments: Mapping[str, str], name: str) -> int | None:
 
 
 def _microbatches(arguments: Mapping[str, str], source: str) -> int:
-    """Return the microbatches of an iteration."""
     sizes = [
         _integer(arguments, name)
         for name in ('global_batch_size', 'micro_batch_size', 'data_parallel_size')

@@ -230,7 +230,6 @@ class Bundle:
         return piece
 
     def _why_it_stays(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> str | None:
-        """Return why it stays whoever holds it; None: it may go."""
         if storage._cdata in self._staying:
             return 'parameters'
         if any(storage._cdata in own for own in self._shared):
@@ -245,7 +244,6 @@ class Bundle:
         return 'small tensors' if storage.nbytes() < self._small * tensor.element_size() else None
 
     def _may_go(self, piece: Piece) -> bool:
-        """Return whether all its memory is freed if it goes; counts it where it stays."""
         assert piece.storage is not None
         if piece.storage.nbytes() != piece.nbytes:  # a layer drops it, and makes it again
             self.bytes.stay('recomputed by layers', piece.storage.nbytes())

@@ -116,7 +116,6 @@ class Copies:
         return median(found[1:]) / (2 * size)
 
     def _settle(self) -> None:
-        """Let the host wait until the device has done what was asked so far."""
         if self._on_cuda:
             torch.cuda.current_stream(self.device).synchronize()
 

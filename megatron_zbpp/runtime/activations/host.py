@@ -44,7 +44,6 @@ def _of_machine(root: Path) -> Iterator[Room]:
 
 
 def _of_groups(root: Path) -> Iterator[Room]:
-    """Yield what is left of each limit, from the group of this process up (version 2, and 1)."""
     groups = root / 'sys/fs/cgroup'
     for line in _lines(root / 'proc/self/cgroup'):
         _, controllers, path = line.split(':', 2)

@@ -118,6 +118,5 @@ def _unlock(runtime: Any, address: int, streams: Sequence[Any]) -> None:
 
 
 def _forget_error(device: torch.device) -> None:
-    """Take what CUDA has kept of an error, which it tells whoever starts a kernel next."""
     with contextlib.suppress(RuntimeError):
         torch.ones((), device=device)

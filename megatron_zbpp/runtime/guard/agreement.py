@@ -49,14 +49,12 @@ _OWN = re.compile(
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether equal values have equal texts."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str | Enum)
 
 
 def _has_path(value: object) -> bool:
-    """Return whether there is a path in it."""
     values = value if isinstance(value, list | tuple) else (value,)
     return any(isinstance(entry, str) and os.sep in entry for entry in values)
 

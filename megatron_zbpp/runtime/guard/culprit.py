@@ -63,7 +63,6 @@ def accuse(
     """
 
     def guilt(one: int) -> str:
-        """Return what `one` does instead of what others wait for; empty: it is not to blame."""
         if one not in said:
             return 'has never said where it is'
         own = said[one]

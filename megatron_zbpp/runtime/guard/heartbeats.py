@@ -103,7 +103,6 @@ class Heartbeats:
         return self._heard()
 
     def _heard(self) -> str:
-        """Return what another rank has found, where nobody answers any more."""
         return next((board.verdict for board in self._boards if board.verdict), _GONE)
 
     def linger(self) -> None:
@@ -157,7 +156,6 @@ class _Board:
         self.thread.start()
 
     def _run(self) -> None:
-        """Write what is new, and answer."""
         question = None
         try:
             self.store = self._opened()
@@ -190,7 +188,6 @@ class _Board:
         self._answered, self._written = asked, statement
 
     def _hear(self, store: Store) -> None:
-        """Take note of what another rank has found."""
         if not self.verdict and store.check(['verdict']):
             self.verdict = store.get('verdict').decode()
 
@@ -213,7 +210,6 @@ class _Board:
         return line
 
     def _said(self, store: Store) -> Iterator[tuple[int, tuple[int, Statement]]]:
-        """Yield each rank with the latest question that it has heard, by number, and its word."""
         for rank in range(self._size):
             if store.check([f'said {rank}']):
                 number, _, statement = store.get(f'said {rank}').decode().partition(' ')
@@ -230,10 +226,6 @@ def _common() -> Store:
 
 
 def _spare(rank: int, size: int, common: _Board, ended: threading.Event) -> Store | None:
-    """Return the store of the last rank; None: what ranks have is kept by none, such as a file.
-
-    The last rank tells the others the address at which the host of their common store sees it.
-    """
     global _served
     server = compat.tcp_store(compat.default_store())
     if server is None or size == 1:

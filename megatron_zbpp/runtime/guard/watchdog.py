@@ -34,8 +34,7 @@ from megatron_zbpp.runtime.guard.activities import Activity, Collective, Forward
 from megatron_zbpp.runtime.guard.calls import stack_of
 from megatron_zbpp.runtime.guard.culprit import Statement
 from megatron_zbpp.runtime.guard.heartbeats import Heartbeats
-from megatron_zbpp.runtime.guard.orphans import end_with_parent
-from megatron_zbpp.runtime.guard.termination import Termination
+from megatron_zbpp.runtime.guard.termination import Termination, end_with_parent
 
 EXIT_CODE = 124  # as of timeout(1)
 _LOOKS = 8  # in each timeout
@@ -200,7 +199,6 @@ class Watchdog:
                 self._end(f'no step forward for {limit:g} s', EXIT_CODE, failed)
 
     def _current(self) -> Activity | None:
-        """Return what is to come to an end."""
         activity = self._activity
         return self._pause if activity is None or activity.beat() is None else activity
 
@@ -210,7 +208,6 @@ class Watchdog:
             torch.cuda.set_device(self._device)
 
     def _end(self, why: str, code: int, failed: bool) -> None:
-        """Report and end the process, even if nobody reads what it writes."""
         last_words = threading.Thread(target=self._say, args=(why, failed), daemon=True)
         try:
             last_words.start()
@@ -232,13 +229,7 @@ class Watchdog:
             sys.stdout.flush()
 
     def _report(self, why: str, error: BaseException | None = None, stack: bool = False) -> None:
-        """Report once an activity: the main thread may hear of a loss while its time runs out.
-
-        Args:
-            why: the reason, in a line.
-            error: that the activity ended with; None: it did not end.
-            stack: whether to say in which calls the main thread is.
-        """
+        """Report once an activity: the main thread may hear of a loss while its time runs out."""
         with self._reporting:
             if self._reported:
                 return
@@ -256,7 +247,6 @@ class Watchdog:
             watch.heartbeats.linger()
 
     def _statement(self, activity: Activity) -> Statement:
-        """Return what this rank says of itself to the others."""
         return Statement(activity.standing()['now'], activity.waits(), self._stalled)
 
     @property
@@ -265,7 +255,6 @@ class Watchdog:
 
 
 def _lost(activity: Activity) -> bool:
-    """Return whether the main thread leaves as a rank died when it had no more passes itself."""
     deadline = time.monotonic() + _PEER_LOSS_GRACE_S
     while activity.beat() is not None and time.monotonic() < deadline:
         if activity.lost():

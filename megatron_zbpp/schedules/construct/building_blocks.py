@@ -81,10 +81,7 @@ def orders(slots: Slots, placement: Placement) -> list[list[Pass]]:
 def _needs(
     num_stages: int, kinds: frozenset[str]
 ) -> dict[tuple[str, int], tuple[tuple[str, int], ...]]:
-    """Return the kinds and stages of what a pass needs of its microbatch, by its own.
-
-    Only of passes of these `kinds`.
-    """
+    """Return the kinds and stages of what a pass needs of its microbatch, by its own."""
     graph = chain(num_stages)
     found: dict[tuple[str, int], tuple[tuple[str, int], ...]] = {}
     for kind, stage in product(kinds, range(num_stages)):
@@ -99,7 +96,6 @@ def _needs(
 def _before(
     p: Pass, needs: Mapping[tuple[str, int], tuple[tuple[str, int], ...]]
 ) -> Iterator[Pass]:
-    """Yield what must end before `p` starts, the same pass of the previous microbatch included."""
     for kind, stage in needs[p.kind, p.stage]:
         yield Pass(kind, stage, p.microbatch)
     if p.microbatch:
@@ -154,10 +150,6 @@ class _Row:
 
 @lru_cache
 def _changes(kinds: frozenset[str]) -> dict[str, int]:
-    """Return how many activations a pass of each kind takes, by the graph's rule.
-
-    What none of them gives back does not count: what waits for W, where there are no Ws.
-    """
     counts = {kind: compiled(_PLAIN).changes[DEVICE][kind, 0, 0] for kind in kinds}
     given_back = {name for own in counts.values() for name, count in own.items() if count < 0}
     return {

@@ -74,7 +74,6 @@ def _needs(draft: Draft, lanes: Sequence[Sequence[Lane]]) -> list[float]:
 def _next(
     draft: Draft, queues: Sequence[deque[Pass]], now: float, needs: list[float], limit: float
 ) -> Pass | None:
-    """Return what the rank of `queues` starts now, from its lane. The last queue is of its Ws."""
     *lanes, pending = queues
     for lane in lanes:
         if not lane or draft.arrival(lane[0]) > now:

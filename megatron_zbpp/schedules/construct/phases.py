@@ -73,7 +73,6 @@ Take = Callable[[], 'Pass | None']
 
 
 def _run(times: int, takes: Sequence[Take]) -> Iterator[Pass]:
-    """Yield what `takes` give by turns, until all are at their end or it is enough."""
     for _ in range(times):
         row = [p for take in takes if (p := take()) is not None]
         if not row:
@@ -117,7 +116,6 @@ class _Line:
         return self._split(coming)
 
     def _coming(self, kind: str, chunk: int | None) -> Iterator[Pass]:
-        """Return what is to come of one chunk, or of all: one iterator for B and BW."""
         if (kind, chunk) not in self.coming:
             stages, groups = self.stages, self.groups
             if chunk is not None:

@@ -124,11 +124,7 @@ class _Order:
                 self.lives[p] = life
 
     def most(self, held: Sequence[float]) -> list[float]:
-        """Return the most that is held while each unit runs, and then until the next one begins.
-
-        Args:
-            held: at each pass of the order.
-        """
+        """Return the most that is held while each unit runs, and then until the next one begins."""
         ends = [*self.units[1:], len(self._order)]
         return [max(held[max(0, a - 1) : b]) for a, b in zip(self.units, ends, strict=True)]
 
@@ -155,14 +151,7 @@ _Choice = Callable[[_Life, Sequence[_Life]], tuple[int, int]]
 
 
 def _leaving(order: _Order, held: Sequence[float], limit: float, room: float) -> frozenset[Pass]:
-    """Return the forwards whose activations go: as few as can be within the partner's room.
-
-    Args:
-        order: of the rank.
-        held: at each pass of it.
-        limit: most that the rank may hold.
-        room: of its partner. Where nothing keeps that, as little as can be is stored there.
-    """
+    """Return the forwards whose activations go: as few as can be within the partner's room."""
     most = order.most(held)
     if max(most, default=0.0) <= limit + _RESOLUTION:
         return frozenset()
@@ -179,15 +168,7 @@ def _leaving(order: _Order, held: Sequence[float], limit: float, room: float) ->
 def _within_room(
     lives: Mapping[Pass, _Life], most: Sequence[float], limit: float, room: float, least: int
 ) -> frozenset[Pass] | None:
-    """Return the fewest forwards of which the partner stores no more than `room`; None: none known.
-
-    Args:
-        lives: of all that may go.
-        most: that is held at each place while nothing is away.
-        limit: of it.
-        room: of the partner.
-        least: so many have to go whatever the room.
-    """
+    """Return the fewest forwards of which the partner stores at most `room`; None: unknown."""
     best = _spread(lives, most, limit, room)
     if best is not None and len(best) == least:
         return best
@@ -200,11 +181,7 @@ def _within_room(
 def _searched(
     lives: Mapping[Pass, _Life], most: Sequence[float], limit: float, room: float
 ) -> frozenset[Pass] | None:
-    """Return the fewest that a beam search from place to place finds; None: it finds none.
-
-    Of the choices that agree in what is away from there on, the one with the fewest goes on, and of
-    all choices the `_WIDTH` best do.
-    """
+    """Return the fewest that a beam search from place to place finds; None: it finds none."""
     beam: dict[_Away, frozenset[Pass]] = {(): frozenset()}
     for place in range(len(most)):
         if most[place] <= limit + _RESOLUTION:
@@ -233,11 +210,6 @@ def _searched(
 def _spread(
     lives: Mapping[Pass, _Life], most: Sequence[float], limit: float, room: float
 ) -> frozenset[Pass] | None:
-    """Return the fewest of those that are evenly spread; None: there are none within the room.
-
-    Evenly spread ones, begun at each of them; more where a place is still above the limit; then
-    less, as long as none is.
-    """
     if not lives:
         return None
     ordered = sorted(lives.items(), key=lambda item: item[1][:2])
@@ -279,7 +251,6 @@ def _thinned(
 def _left(
     lives: Mapping[Pass, _Life], gone: Collection[Pass], most: Sequence[float]
 ) -> list[float]:
-    """Return what is held at each place without those that are away there."""
     left = list(most)
     for p in gone:
         for place in lives[p].away:
@@ -294,15 +265,7 @@ def _relieved(
     choice: _Choice,
     first: Collection[Pass] = (),
 ) -> frozenset[Pass]:
-    """Return forwards, one after the other, until no place is above the limit that can be below.
-
-    Args:
-        lives: of all that may go.
-        most: that is held at each place while nothing is away.
-        limit: of it.
-        choice: the greatest goes next.
-        first: go anyhow.
-    """
+    """Return forwards, one after the other, until no place is above the limit that can be below."""
     left, gone = _left(lives, first, most), {p: lives[p] for p in first}
     for place in range(len(left)):
         while left[place] > limit + _RESOLUTION:
@@ -318,12 +281,10 @@ def _relieved(
 
 
 def _latest(life: _Life, away: Sequence[_Life]) -> tuple[int, int]:
-    """Prefer what is needed last: fewest go so."""
     return life.last, life.first
 
 
 def _apart(life: _Life, away: Sequence[_Life]) -> tuple[int, int]:
-    """Prefer what is far from others that go: fewest are stored at once."""
     return min((abs(life.first - other.first) for other in away), default=0), -life.last
 
 

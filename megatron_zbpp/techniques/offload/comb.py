@@ -92,7 +92,6 @@ def with_transfers(
 def _lives(
     order: Sequence[Pass], spans: Sequence[Span], stages: Collection[int]
 ) -> dict[Pass, Span]:
-    """Return the end of each F of `stages`, and the start of the pass that takes what it holds."""
     return {
         life.forward: (spans[life.first][1], spans[life.last][0])
         for life in lifetimes(order, stages)
@@ -103,7 +102,6 @@ _When = tuple[float, int]  # and where of several at one time
 
 
 def _placed(schedule: Schedule, rank: int, spans: Sequence[Span]) -> Iterator[tuple[_When, Pass]]:
-    """Yield the passes of a rank with their starts; of those that run as one, the first's."""
     when = 0.0
     for at, (p, (start, _)) in enumerate(zip(schedule.passes[rank], spans, strict=True)):
         when = when if (rank, at - 1) in schedule.together else start
@@ -118,13 +116,7 @@ def _copies(going: Mapping[Pass, tuple[Span, Span]]) -> Iterator[tuple[_When, Pa
 
 
 def _combs(spans: Sequence[Sequence[Span]], length: float, pairs: bool) -> list[Comb]:
-    """Return the comb of each rank, from the end of its first F on.
-
-    Args:
-        spans: per rank, of its passes.
-        length: of a slot.
-        pairs: whether of ranks 2i and 2i + 1 the second is a slot behind the first.
-    """
+    """Return the comb of each rank, from the end of its first F on."""
     made: list[Comb] = []
     for rank, own in enumerate(spans):
         first = spans[rank - rank % 2][0] if pairs else own[0]

@@ -85,10 +85,7 @@ def po_f(
 
 
 def _offloaded(name: str, base: Schedule, moved: int, costs: Costs | None) -> Schedule:
-    """Return PO with each rank's first `moved` chunks on the host, in slots as long as any copy.
-
-    Where costs say nothing of copies, both ways of one take as long as F, B and W.
-    """
+    """Return PO with each rank's first `moved` chunks on the host, in slots as long as any copy."""
     ones = (1.0,) * base.placement.num_stages
     costs = costs or Costs.of(ones, ones, ones)
     told = [time for kind in TRANSFERS[HOST] for time in costs.times.get(kind, ())]

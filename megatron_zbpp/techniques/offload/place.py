@@ -55,7 +55,6 @@ def offloaded(
     stages = list(_worth_it(schedule, ceil(share)))
 
     def goes(forward: Pass) -> bool:
-        """Return whether it is of the share: of the last chunk, every so many-th."""
         part = share - placement.chunk_of(forward.stage)
         at = forward.microbatch * schedule.graph.num_slices + forward.slice
         return part >= 1 or floor((at + 1) * part) > floor(at * part)

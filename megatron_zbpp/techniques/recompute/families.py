@@ -18,7 +18,6 @@ _ONE = Formula('1', lambda at: 1)
 
 
 def _several(at: Sizes) -> bool:
-    """Return whether there are times and microbatches for which the bubble is promised."""
     return at.m >= at.p and at.m > 2 and at.equal
 
 
@@ -139,7 +138,6 @@ class _Rank:
             self.ends.append(end)
 
     def next(self, ranks: list[_Rank]) -> _Moment:
-        """Return what starts next, and when; infinite: nothing yet, or no more."""
         now, draft = self.draft.clock[self.rank], self.draft
         backward = Pass(BW, self.rank, self.done[BW])
         end = (inf, 0, self.rank, backward)

@@ -36,7 +36,6 @@ def recompute(graph: Graph, stages: Iterable[int]) -> Graph:
 
 
 def _between(graph: Graph, first: Task, last: Task) -> Iterator[Task]:
-    """Yield `last`, what it needs of its stage, and so on until `first`."""
     yield last
     if last != first:
         yield from _between(graph, first, graph.needs[last][0].task)

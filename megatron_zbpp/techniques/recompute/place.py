@@ -60,7 +60,6 @@ def with_recomputation(schedule: Schedule, stages: Iterable[int], costs: Costs) 
 
 
 def _waits(schedule: Schedule, stage: int) -> bool:
-    """Return whether anything runs between an F and its B of this stage."""
     return any(
         life.last > life.first + 1
         for order in schedule.passes
@@ -69,7 +68,6 @@ def _waits(schedule: Schedule, stage: int) -> bool:
 
 
 def _moved(schedule: Schedule, orders: tuple[tuple[Pass, ...], ...]) -> Iterator[tuple[int, int]]:
-    """Yield where passes that run as one begin now: those that no R has come between."""
     for rank, at in schedule.together:
         first, second = schedule.passes[rank][at : at + 2]
         place = orders[rank].index(first)
@@ -104,7 +102,6 @@ class _Filling:
         self._most = [self._highest(rank) for rank in range(len(self._left))]
 
     def orders(self) -> tuple[tuple[Pass, ...], ...]:
-        """Return each rank's order."""
         while True:
             moments = [(self._moment(rank), rank) for rank, left in enumerate(self._left) if left]
             if not moments:
@@ -196,7 +193,6 @@ class _Filling:
         return self._lengths[key]
 
     def _needs(self, rank: int) -> tuple[tuple[Pass, float], ...]:
-        """Return what the next pass needs, but for its own R, each with the time from there."""
         p = self._left[rank][0]
         if p not in self._known:
             self._known[p] = tuple(
@@ -206,7 +202,6 @@ class _Filling:
         return self._known[p]
 
     def _rest(self, rank: int) -> Iterator[Pass]:
-        """Yield the order so far, then what is left, each R right before its B."""
         yield from self._orders[rank]
         for p in self._left[rank]:
             again = self._again(p)
@@ -215,12 +210,7 @@ class _Filling:
             yield p
 
     def _highest(self, rank: int, first: Pass | None = None) -> float:
-        """Return the most that is held from now on, up to the backward of `first`.
-
-        Args:
-            rank: of it.
-            first: runs now; behind its backward all is as without. None: nothing but what is left.
-        """
+        """Return the most that is held from now on, up to the backward of `first`."""
         held = most = self._held[rank] + (self._changed(first) if first else 0.0)
         for p in self._left[rank]:
             again = self._again(p)

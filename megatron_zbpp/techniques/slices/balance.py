@@ -98,7 +98,6 @@ def in_parts(costs: Costs, sizes: Sequence[int], attention: Attention) -> Costs:
     pairs = [b**2 - a**2 for a, b in pairwise(cuts)]
 
     def shares(kind: str) -> tuple[float, ...]:
-        """Return those of a pass; what is fixed comes with each slice."""
         fixed, linear, of_pairs = attention.of(kind)
         return tuple(fixed + linear * t + of_pairs * q for t, q in zip(tokens, pairs, strict=True))
 

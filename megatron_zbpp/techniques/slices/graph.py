@@ -45,7 +45,6 @@ def sliced(graph: Graph, slices: int, sizes: Sequence[int] = ()) -> Graph:
 
 
 def _keys_and_values(task: Task, slices: int) -> tuple[Hold, ...]:
-    """Return what a task does to the buffers of its microbatch, which are as long as all slices."""
     changes = {
         (F, 0): {KV: slices},
         (B, slices - 1): {KV_GRADIENT: slices},

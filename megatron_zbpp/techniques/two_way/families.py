@@ -6,13 +6,45 @@ microbatches of both ways as m.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
-from megatron_zbpp.ir import BW, B, F, Pass, Placement, Schedule, W
+from megatron_zbpp.ir import BW, B, F, Pass, Placement, Schedule, Together, W
 from megatron_zbpp.schedules.dualpipe_v import dualpipe_v
 from megatron_zbpp.schedules.registry import TWO, Formula, Sizes, family
-from megatron_zbpp.techniques.two_way.unfold import unfolded
+
+
+def unfolded(name: str, schedule: Schedule, num_microbatches: int) -> Schedule:
+    """Return a schedule of a V as one of both ways, in which each way takes every other microbatch.
+
+    Args:
+        name: of the result.
+        schedule: of a V, for at least half of the microbatches, rounded up.
+        num_microbatches: of both ways together; what the last ones would be is left out.
+
+    Raises:
+        ValueError: it is not of a V.
+    """
+    half = schedule.num_ranks
+    if schedule.placement != Placement.v(half):
+        raise ValueError(
+            f'{schedule.name} cannot be unfolded because its stages are not in a V: take one such '
+            'as zb-v'
+        )
+
+    def on(rank: int, p: Pass) -> Pass:
+        first_half, before_turn = rank < half, p.stage < half
+        return p._replace(microbatch=2 * p.microbatch + (first_half != before_turn))
+
+    def order(rank: int) -> Iterable[Pass | Together]:
+        for entry in schedule.order(min(rank, 2 * half - 1 - rank)):
+            passes = entry.passes if isinstance(entry, Together) else (entry,)
+            kept = tuple(q for p in passes if (q := on(rank, p)).microbatch < num_microbatches)
+            yield from kept if len(kept) < 2 else (Together(kept),)
+
+    placement = Placement.two_way(2 * half)
+    return Schedule.of(name, placement, num_microbatches, map(order, range(2 * half)))
+
 
 _CHIMERA = 'Chimera, arXiv 2107.06925'
 Slots = Callable[[int, int], tuple[int, int]]  # of j-th microbatch of a way, stage: F's and BW's

@@ -50,7 +50,6 @@ def over_replicas(schedule: Schedule, one: Placement) -> Schedule:
 
 
 def _renamed(schedule: Schedule, names: dict[int, int]) -> Schedule:
-    """Return it with rank r renamed to `names[r]`."""
     where, order = schedule.placement, sorted(names, key=lambda rank: names[rank])
     routes = (tuple(names[rank] for rank in route) for route in where.routes)
     first, opposite = routes

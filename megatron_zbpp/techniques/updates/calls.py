@@ -86,7 +86,6 @@ def calls_of(schedule: Schedule) -> Calls:
 
 
 def _steps_apart(order: Sequence[Pass]) -> bool:
-    """Return whether stages of a rank step at different places of its order."""
     steps = [list(group) for is_step, group in groupby(order, _is_step) if is_step]
     stages = {p.stage for p in order}
     return any({p.stage for p in group} != stages for group in steps)
@@ -110,11 +109,7 @@ def _passes(program: Iterable[Instruction]) -> list[Pass]:
 
 
 def _receive_in_call_of_send(parts: Sequence[Sequence[list[Instruction]]]) -> None:
-    """Move receives into the call in which their message is sent: to its end, or its beginning.
-
-    Args:
-        parts: by rank and call, which are changed.
-    """
+    """Move receives into the call in which their message is sent: to its end, or its beginning."""
     each = [(call, i) for own in parts for call, part in enumerate(own) for i in part]
     sent = {(i.producer, i.consumer): call for call, i in each if isinstance(i, Send)}
     for own in parts:

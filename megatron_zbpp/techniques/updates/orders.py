@@ -119,7 +119,6 @@ class _Draft:
         return orders
 
     def _ready(self, rank: int, now: int) -> Pass | None:
-        """Return what `rank` runs next; None: nothing is ready."""
         for half, kind in self.turns:
             stage = rank + half * self._p
             p = Pass(kind, stage, self._begun[kind, stage])
@@ -130,7 +129,6 @@ class _Draft:
         return None
 
     def _steps(self, rank: int, taken: Pass) -> list[Pass]:
-        """Return the steps behind `taken`."""
         last = taken.kind == BW and (taken.microbatch + 1) % self._m == 0
         return [taken._replace(kind=UPDATE)] if last else []
 
@@ -172,7 +170,6 @@ class _JointDraft(_Draft):
         return [Pass(UPDATE, stage, end - 1) for stage in stages]
 
     def _has_room(self, p: Pass) -> bool:
-        """Return whether `p` is of the call: forwards of the next come behind all of its own."""
         end = (self._calls[p.stage % self._p] + 1) * self._m
         if p.kind == F and p.stage < self._p and self._begun[F, p.stage + self._p] >= end:
             end += self._ahead

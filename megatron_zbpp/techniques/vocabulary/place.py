@@ -204,13 +204,7 @@ def _reference(host: Schedule, costs: Costs, share: float) -> _Reference | None:
 
 
 def _placed(reference: _Reference, logits: float, gradient: float) -> Schedule:
-    """Return the host with S and T.
-
-    Args:
-        reference: of the host.
-        logits: when S begins, in shares of the time between forward and backward.
-        gradient: when T begins, in shares of the time of a microbatch.
-    """
+    """Return the host with S and T."""
     host, n = reference.host, reference.host.num_stages
     slices, made, taken = host.graph.num_slices, reference.made, reference.taken
     longest = reference.longest * host.num_microbatches

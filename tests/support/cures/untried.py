@@ -101,7 +101,7 @@ UNTRIED = {
     'mcore/command_line/arguments.py _preparing.parse_known_args': 'ends what has been told',
     'mcore/problems.py Checks.require_all: _errors[0]': 'raises what a check has raised',
     'mcore/iteration/embedding.py EmbeddingStage._tokens.stop': 'ends a call of the program',
-    'mcore/iteration/completeness.py _looking': 'a layer that nobody knows yet: it is reported',
+    'mcore/iteration/batch.py _looking': 'a layer that nobody knows yet: it is reported',
     'mcore/iteration/preparation.py refuse_unsupported: adjust_tensor': 'the cure is a program '
     'without the plugin',
     'mcore/patches/linear.py _Unasked.__torch_function__': 'a backward that Megatron '

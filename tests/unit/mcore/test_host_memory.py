@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zbpp.mcore.command_line import host_memory
+from megatron_zbpp.mcore.command_line import arguments
 from megatron_zbpp.runtime.activations import host
 from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques.offload.place import offloaded
@@ -85,7 +85,7 @@ def needed(monkeypatch, room, args, environment=TORCHRUN):
     """What is said where the host has so much; None: nothing."""
     monkeypatch.setattr(host, 'room', lambda: host.Room(room, Path('/a/limit')))
     try:
-        host_memory.require_host_memory(args, SCHEDULE, environment)
+        arguments.require_host_memory(args, SCHEDULE, environment)
     except ValueError as error:
         return str(error)
     return None
@@ -93,8 +93,8 @@ def needed(monkeypatch, room, args, environment=TORCHRUN):
 
 def test_of_the_ranks_of_this_node(monkeypatch):
     """Here pipeline ranks 2 and 3, of two replicas: as many bytes as the graph says."""
-    held = host_memory.on_host(SCHEDULE, 1.0)
-    layer = host_memory.layer_memory(launch()).activation
+    held = arguments.on_host(SCHEDULE, 1.0)
+    layer = arguments.layer_memory(launch()).activation
     total = 2 * (held[2] + held[3]) * layer * 32 / 8
     assert total > 0 and held[0] > held[7] == 0
     said = needed(monkeypatch, int(0.8 * total), launch())

@@ -32,7 +32,6 @@ from megatron_zbpp.planner.annealing import anneal, critical, fold
 from megatron_zbpp.planner.cells import joined
 from megatron_zbpp.planner.ends import replay, replay_whole
 from megatron_zbpp.planner.exact_offload import solve_offload
-from megatron_zbpp.planner.extrapolation import extrapolate
 from megatron_zbpp.planner.grouped_orders import grouped
 from megatron_zbpp.planner.lower_bounds import lower_bound
 from megatron_zbpp.planner.moving_bounds import moving_bound
@@ -40,7 +39,7 @@ from megatron_zbpp.planner.named_schedules import named
 from megatron_zbpp.planner.pattern import Pattern, dispatch
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.planner.problem import Problem
-from megatron_zbpp.planner.search import Search
+from megatron_zbpp.planner.search import Search, extrapolate
 from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques import NAMES, find
 

@@ -11,9 +11,81 @@ import torch
 
 from megatron_zbpp.mcore.patches.dummy_gradients import dummy_gradient
 from megatron_zbpp.mcore.patches.shards import Shard, start_all
-from megatron_zbpp.mcore.patches.transformer_engine.aliases import READ, Aliased, alias_of
-from megatron_zbpp.mcore.patches.transformer_engine.gathers import leave_gather_to_w
 from megatron_zbpp.runtime.weight_grads import INNER_BACKWARD, Gradients, WeightGradStore
+
+READ = 'main_grad', 'overwrite_main_grad'  # of a weight, by TE's modules
+
+
+class Aliased:
+    """While it is entered, a module's parameters are what is `shown`.
+
+    A class: of a generator the entering alone takes longer than all of this.
+    """
+
+    __slots__ = ('_attributes', '_parameters', '_shown')
+
+    def __init__(self, attributes: dict[str, Any], shown: dict[str, Any]) -> None:
+        self._attributes = attributes
+        self._shown = shown
+
+    def __enter__(self) -> None:
+        self._parameters = self._attributes['_parameters']
+        self._attributes['_parameters'] = self._shown
+
+    def __exit__(self, *_: object) -> None:
+        self._attributes['_parameters'] = self._parameters
+
+
+def alias_of(parameter: torch.nn.Parameter, soiled: bool) -> torch.Tensor:
+    """Return a leaf with the memory of `parameter`.
+
+    Of a quantized one it has all attributes, too, which come and go with its data; Transformer
+    Engine then sees the flag of DistributedDataParallel, and gives autograd a stand-in.
+
+    Args:
+        parameter: a weight or a bias.
+        soiled: whether autograd gets for it what is no gradient, to be kept and not copied.
+    """
+    alias: Any = parameter.detach().requires_grad_()
+    if type(alias) is torch.Tensor:
+        for name in READ:
+            if hasattr(parameter, name):
+                setattr(alias, name, getattr(parameter, name))
+    else:
+        alias.__dict__ = parameter.__dict__
+    if soiled:
+        alias.register_hook(_unshared)
+    return alias
+
+
+def _unshared(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a tensor that nobody else has, which autograd keeps and does not copy."""
+    return None if gradient is None else gradient.detach()
+
+
+# by which the backward of TE's Linear, and that of its LayerNormLinear, decides whether to gather
+_FLAGS = 'backward_input_needs_gather', 'ln_out_needs_gather'
+
+
+def leave_gather_to_w(output: Any) -> None:
+    """Let the backward behind `output` put off this rank's rows of the input, not the whole.
+
+    Under sequence parallelism TE gathers the input beside the product that gives its gradient, for
+    the weight gradient. W gathers it again, so that B need not. FP8 data is left alone: there the
+    whole waits for W, for its scales and its layout are made with the gather.
+
+    Args:
+        output: of a module; where it is nobody's that TE's autograd functions made, it stays.
+    """
+    first = output[0] if isinstance(output, tuple) else output
+    node = first.grad_fn
+    context = getattr(node, 'backward_objects', node)  # of TE's Linear from 2.9 on
+    if getattr(context, 'fp8', True) or getattr(context, 'debug', False):
+        return
+    for flag in _FLAGS:
+        if hasattr(context, flag):
+            setattr(context, flag, False)
+
 
 # which of (input, gradient of the output) sequence parallelism gathers, by `parallel_mode`
 _GATHERED = {'column': 0, 'row': 1}
@@ -83,10 +155,6 @@ class DelayedModule:
         self._alias_of = read
 
     def _read(self) -> list[tuple] | None:
-        """Return what aliases are made from, to compare; None: they are to be made anew.
-
-        Memory that a parameter moved away from may be another's by now: what has it is compared.
-        """
         module = self._module
         read: list[tuple] = [(module.fuse_wgrad_accumulation,)]
         for name, parameter in module._parameters.items():
@@ -196,7 +264,6 @@ class DelayedModule:
         self.waiting += 1
 
     def _sharded(self, tensors: list) -> list:
-        """Return what W needs, with this rank's rows of what W gathers; FP8 data stays whole."""
         gathered = self._gathered
         assert gathered is not None, 'else nothing is gathered'
         operand, other = tensors[gathered], tensors[1 - gathered]
@@ -210,18 +277,13 @@ class DelayedModule:
         return kept
 
     def _held(self, entries: Entries) -> Iterator[torch.Tensor]:
-        """Yield what waits; not `main_grad`, which lives as long as its parameter."""
         fused = self._module.fuse_wgrad_accumulation
         permanent = {id(getattr(p, 'main_grad', None)) for p in self.trained} if fused else set()
         for tensors, _ in entries:
             yield from (tensor for tensor in inner(tensors) if id(tensor) not in permanent)
 
     def _compute(self, entries: Entries, early: Gradients | None, first: bool) -> Gradients:
-        """Run what one backward put off.
-
-        Returns:
-            A gradient for each that is trained, a dummy where it is in `main_grad`.
-        """
+        """Run what one backward put off."""
         if self._gathered is not None:
             entries = [([_whole(t) for t in tensors], f) for tensors, f in entries]
         if self._single:
@@ -243,7 +305,6 @@ class DelayedModule:
         return gradients
 
     def _backward_dw(self, entries: Entries, early: Gradients | None) -> list[torch.Tensor | None]:
-        """Return what it leaves in `.grad`; it leaves alone a bias that has a gradient."""
         if early is not None:
             for alias, gradient in zip(self._aliases, early, strict=True):
                 alias.grad = gradient
