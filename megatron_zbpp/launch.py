@@ -103,7 +103,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _install_cpu(words: list[str]) -> None:
-    """Let Megatron run on CPU, in this process and in those that it starts."""
     cpu.install()
     if wants_transformer_engine(words):
         te.install()

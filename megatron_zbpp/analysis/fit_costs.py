@@ -93,7 +93,6 @@ def _shares(times: tuple[float, ...]) -> tuple[float, ...]:
 def _times(
     schedule: Schedule, spans: Mapping[Pass, tuple[float, float]]
 ) -> dict[tuple[str, int, int], float]:
-    """Return the times of tasks, by kind, stage and slice, from those of passes."""
     times: dict[tuple[str, int, int], float] = {}
     copies = compiled(schedule.graph).on_copy_engines
     taken: dict[tuple[tuple[str, ...], int, int], list[float]] = defaultdict(list)

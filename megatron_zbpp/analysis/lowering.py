@@ -188,7 +188,6 @@ class _Writer:
         return tuple(map(tuple, programs))
 
     def _write_passes(self, group: Sequence[int], rank: int) -> None:
-        """Write passes that run as one, behind what the partner returns for them."""
         program, partner = self._programs[rank], self._partners[rank]
         own = [self._flow.passes[each] for each in group]
         for p in own:
@@ -199,7 +198,6 @@ class _Writer:
         program += [Join(tuple(own)), *own] if len(own) > 1 else own
 
     def _hand_on_together(self, group: Sequence[int], rank: int) -> None:
-        """Write to whom the results of passes that ran as one go, but for collectives."""
         handed_on = [
             [taken for taken in self._flow.takers[each] if taken[1] not in self._apart]
             for each in group
@@ -211,7 +209,6 @@ class _Writer:
     def _hand_on(
         self, producer: int, last: int, taken: Sequence[_Taken], every: Sequence[_Taken], rank: int
     ) -> None:
-        """Write to whom what `producer` made goes: to passes of the same rank, or by messages."""
         passes, ranks, programs = self._flow.passes, self._flow.ranks, self._programs
         p, known, under_way = passes[producer], self._latest[rank], self._under_way[rank]
         behind = None

@@ -156,7 +156,6 @@ class _Run:
         return (row + 1) * self.entries + self.before
 
     def _edge(self, route: int, link: Link, stage: int) -> float:
-        """Return the time from the end of what `link` names to when a pass of `stage` may start."""
         if not link.message:
             return 0.0
         rank_of = self.schedule.placement.on_route
@@ -251,7 +250,6 @@ class _Run:
         return group, self.costs.share_of_pair(kinds) if len(group) > 1 else 1.0
 
     def _joined(self, rank: int, first: int) -> _Flat:
-        """Return a group as one, its entries those of its own microbatches and of its place."""
         group, saved = self._group(rank, first)
         own = list(self._filled(rank, first, group))
         needs = [
@@ -313,7 +311,6 @@ def _absent(schedule: Schedule, flat: Compiled) -> Iterator[tuple[int, int]]:
 
 
 def _waits(schedule: Schedule, flat: Compiled) -> dict[_Place, tuple[_Place, ...]]:
-    """Return, for passes around those that copy, the places of its rank that they wait for."""
     waits: dict[_Place, tuple[_Place, ...]] = {}
     if not flat.on_copy_engines:
         return waits

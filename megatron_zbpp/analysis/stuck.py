@@ -57,7 +57,6 @@ def _wait(schedule: Schedule, done: Set[Pass], rank: int, at: int) -> tuple[int,
 
 
 def _entry(schedule: Schedule, rank: int, at: int) -> Pass | Together:
-    """Return the pass at `at`, with what runs as one with it."""
     for entry in schedule.order(rank):
         at -= len(entry.passes) if isinstance(entry, Together) else 1
         if at < 0:

@@ -228,7 +228,6 @@ def _from_line(args: Namespace) -> _Found:
 
 
 def _measured(job: Job, own: Setup, layers: Layers) -> Job:
-    """Return the job whose layers take as long as those of a file that its own setup wrote."""
     if len(layers) != job.shape.layers + job.shape.mtp + 2:
         raise ValueError(
             f'--layers-file has {len(layers)} layers, the launch line {job.shape.layers} and '

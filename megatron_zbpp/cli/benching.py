@@ -280,8 +280,6 @@ def _draw(rows: Sequence[dict[str, Any]], folder: Path, job: Bench) -> str | Non
 
 
 def _print(rows: list[dict[str, Any]], job: Bench) -> None:
-    """Print a line a schedule, what failed, and the words to put into one's script."""
-
     def cell(value: float | None, text: str) -> str:
         return '-' if value is None else text.format(value)
 

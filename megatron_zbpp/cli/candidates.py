@@ -74,7 +74,6 @@ def candidates(args: Namespace) -> list[tuple[Placement, Costs]]:
 
 
 def _sliced(args: Namespace, costs: Costs) -> Costs:
-    """Return costs with what slices take, if it is known how many there are."""
     slices = slicing.number(args) or 1
     own = slicing.sizes(args, costs) if slices > 1 else ()
     return slicing.costs_in_slices(args, costs, slices, own)

@@ -297,7 +297,6 @@ def _from_file(args: Namespace) -> Case:
 
 
 def _planned_costs(args: Namespace, plan: PlanFile, costs: Costs) -> Costs:
-    """Return the costs of a plan, with what the command line adds."""
     if slicing.attention(args).share:
         raise ValueError(
             f'--attention, but the costs of {args.file} have it: leave it out, or give --times'

@@ -250,7 +250,6 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_actions(parser: argparse.ArgumentParser) -> None:
-    """Add what becomes of activations between F and B."""
     arguments.add_against(parser)
     for name in ASKED:
         free = find(name).free

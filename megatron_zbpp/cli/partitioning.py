@@ -243,7 +243,6 @@ def _print(found: PartitionPlan, devices: Devices, limited: bool) -> None:
 
 
 def _print_gain(found: PartitionPlan, limited: bool) -> None:
-    """Print time and memory beside those of the even split."""
     if found.even is None or found.even_peak is None:
         print('the even split with 1F1B does not fit')
         return

@@ -212,7 +212,6 @@ def _of_stages(args: Namespace) -> tuple[str, ...]:
 
 
 def _propose_slices(args: Namespace, on_time: OnTime) -> list[Count]:
-    """Settle on slices where `auto` is asked for; return what each number of them would give."""
     if slicing.number(args) != 0:
         return []
     propose = partial(
@@ -239,7 +238,6 @@ def _propose_slices(args: Namespace, on_time: OnTime) -> list[Count]:
 
 
 def _print_counts(found: Plan, counts: list[Count], sizes: tuple[int, ...]) -> None:
-    """Print what each number of slices would give, and what the plan gains by its own."""
     rows = [(each.slices, each.sizes[-1], each.name, number(each.value)) for each in counts]
     print_table(('slices', 'shortest, tokens', 'best named', found.objective), rows)
     whole = next((each.value for each in counts if each.slices == 1), None)

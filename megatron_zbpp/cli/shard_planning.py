@@ -218,7 +218,6 @@ def _is_small(args: Namespace) -> bool:
 
 
 def _sizes(args: Namespace) -> Iterator[int | tuple[int, ...] | None]:
-    """Yield the slices to try; None: those that are asked for."""
     if slicing.number(args) != 0:
         yield None
         return

@@ -107,7 +107,6 @@ def shares(text: str) -> Shares:
 
 
 def _ratio(text: str) -> float:
-    """Return the time of what runs as one, over that of its parts."""
     require(text, 0 < amount(text) <= 2, 'give a share above 0, up to 2; 1 hides nothing')
     return float(text)
 

@@ -18,10 +18,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.autograd import Variable
 from torch.overrides import TorchFunctionMode
 
 from megatron_zbpp.emulation import gloo, packages
+from megatron_zbpp.runtime.compat import RUN_BACKWARD
 
 
 def _cpu(device: Any) -> Any:
@@ -82,7 +82,7 @@ def _backward(
     gradients = renamed.get('grad_tensors', renamed.get('gradient', gradients))
     tensors = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
     gradients = torch.autograd._tensor_or_tensors_to_tuple(gradients, len(tensors))
-    Variable._execution_engine.run_backward(
+    vars(torch.autograd)[RUN_BACKWARD](
         tensors,
         torch.autograd._make_grads(tensors, gradients, is_grads_batched=False),
         create_graph if retain_graph is None else retain_graph,
@@ -134,7 +134,6 @@ def _tensor_type(self, *args, _original=torch.Tensor.type, **kwargs):
 
 
 def _wrapper(cls, *args, _original=torch.Tensor._make_wrapper_subclass, **kwargs):
-    """Leave alone what tensors of other kinds, such as quantized ones, are made of."""
     if 'device' in kwargs:
         kwargs['device'] = _cpu(kwargs['device'])
     return _original(cls, *args, **kwargs)

@@ -145,7 +145,6 @@ def compiled(graph: Graph) -> Compiled:
 
 
 def _without_implied(graph: Graph, rows: Mapping[Task, int]) -> dict[Task, tuple[Link, ...]]:
-    """Return the needs of each task but those that another needs, too, and that send nothing."""
     before: dict[Task, int] = {}  # all that come before, one bit a row
 
     def ancestors(task: Task) -> int:

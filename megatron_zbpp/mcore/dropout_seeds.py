@@ -119,7 +119,6 @@ class DropoutSeeds(Guest):
                 module.register_forward_hook(functools.partial(self._leave, False))
 
     def _enter(self, name: str, divided: bool, module: torch.nn.Module, _: Any) -> None:
-        """Seed what begins."""
         if self._place is None:
             return  # no pass
         self._inside = self._inside or name == 'model'

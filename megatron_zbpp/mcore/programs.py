@@ -344,6 +344,11 @@ class Programs:
         """True if ranks may run forwards of an iteration before the one before has ended."""
         return self._early or self.asynchronous
 
+    @property
+    def replays(self) -> bool:
+        """True if forwards may run twice, or before the step of the iteration before."""
+        return self.runs_ahead or 'recompute' in self._amounts
+
     @functools.cached_property
     def corrects_weights(self) -> bool:
         """True if backwards use corrected weights (PipeMare)."""

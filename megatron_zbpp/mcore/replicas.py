@@ -67,13 +67,11 @@ def pipeline(session: Session, groups: ProcessGroupCollection) -> dist.ProcessGr
 
 
 def _pair(replicas: dist.ProcessGroup, copies: int) -> list[int]:
-    """Return this rank and those of the other replicas that run one schedule with it."""
     apart = replicas.size() // copies
     return dist.get_process_group_ranks(replicas)[replicas.rank() % apart :: apart]
 
 
 def _both(found: list[Any], own: list[int]) -> tuple[int, ...]:
-    """Return the ranks of a pipeline and those of the other replica, pipeline rank by rank."""
     ranks = tuple(member for rank in own for member in found[rank][1])
     if list(ranks) != sorted(ranks):
         raise ValueError(

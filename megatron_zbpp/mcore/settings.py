@@ -343,7 +343,6 @@ class Settings:
             )
 
     def _take(self, found: Family, checks: Checks) -> None:
-        """Check what a family goes with, and take what follows from it."""
         require_family_trained(found)
         self._require_plain(found, checks)
         object.__setattr__(self, 'schedule', TRAINED_BY.get(found.name, found.name))
@@ -431,7 +430,6 @@ class Settings:
             )
 
     def _require_vocabulary(self) -> None:
-        """Raise ValueError for what shards of the output layer do not go with."""
         source = self.schedule
         if isinstance(source, Schedule) and VOCABULARY in techniques_of(source):
             if (VOCABULARY, (source.num_ranks, 2)) in source.graph.techniques:

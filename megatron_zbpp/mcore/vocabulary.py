@@ -177,7 +177,6 @@ class OutputShard(ColumnParallelLinear):
     def _sharded_copy(
         self, prefix: str = '', sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Return the rows of a tied embedding as those of a further copy, as Megatron has it."""
         groups = metadata['dp_cp_group']
         copy = make_tp_sharded_tensor_for_checkpoint(
             tensor=self.rows.detach(),
@@ -213,6 +212,7 @@ class InputShard(VocabParallelEmbedding):
     Attributes:
         given: in a forward of the first stage, the sum of the rows that the shards of the pipeline
             have of its tokens, (micro batch, sequence, hidden size).
+        tokens: of the first microbatch, as they were read for all ranks; none once compared.
     """
 
     def __init__(
@@ -223,6 +223,7 @@ class InputShard(VocabParallelEmbedding):
         self.tp_group, self.tp, self.place = groups.mp, groups.tp, groups.mp.rank()
         self.reduce_scatter_embeddings = whole is not None and whole.reduce_scatter_embeddings
         self.given: torch.Tensor | None = None
+        self.tokens: torch.Tensor | None = None
 
     @property
     def rows(self) -> torch.nn.Parameter:
@@ -250,6 +251,14 @@ class InputShard(VocabParallelEmbedding):
                 'the embedding is on all pipeline ranks, and the model was called by itself: '
                 'run it by a schedule, or leave out --pipeline-vocab-parallel'
             )
+        if self.tokens is not None and self.tokens.numel():
+            if not torch.equal(self.tokens[:, : input_.size(1)], input_):
+                raise NotImplementedError(
+                    'other tokens in the second call of forward_step are unsupported because the '
+                    'embedding is on all pipeline ranks, which get the tokens of the first: let '
+                    'them follow from the data alone, or leave out --pipeline-vocab-parallel'
+                )
+            self.tokens = self.tokens[:0]
         if self.reduce_scatter_embeddings:
             rows = self.given.transpose(0, 1).contiguous()
             return reduce_scatter_to_sequence_parallel_region(rows, group=self.tp)

@@ -118,7 +118,6 @@ class _Programme:
             self._saved[p] = saved
 
     def _order(self, p: Pass) -> None:
-        """Add what `p` waits for, and that the batch ends no sooner."""
         rank, solver = self._schedule.rank_of(p), self._solver
         for q in self._schedule.predecessors(p):
             edge = self._costs.edge(self._schedule.rank_of(q), rank, (q.stage, p.stage))

@@ -180,7 +180,6 @@ class Finder:
                 yield replace(space.even(placement), order=order)
 
     def _assigned(self, kinds: Sequence[object], order: Sequence[int]) -> tuple[int, ...]:
-        """Return the devices of these factors by rank, those of a kind in the given order."""
         left = list(order)
         chosen: list[int] = []
         for factors in kinds:

@@ -317,7 +317,6 @@ def _mlp(shape: Shape, ffn: int) -> _Part:
 
 
 def _experts(shape: Shape) -> _Part:
-    """Return a router, the experts that a token takes, and what all tokens take."""
     one = _mlp(shape, shape.expert_ffn or shape.ffn)
     taken = _Part(
         shape.top_k * one.active,

@@ -57,7 +57,6 @@ def stage_costs(layers: Layers, devices: Devices, partition: Partition) -> Costs
 def _messages(
     held: Sequence[Sequence[Layer]], devices: Devices, partition: Partition
 ) -> dict[str, Any]:
-    """Return the latencies between ranks that hold neighbouring stages, and what hops take."""
     order = partition.order
     edges: dict[tuple[int, int], float] = {}
     hops: list[tuple[float, ...]] = []

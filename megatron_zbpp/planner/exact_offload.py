@@ -179,7 +179,6 @@ class _Model(Model):
         return [copies for (stage, _), copies in self._copies.items() if stage in stages]
 
     def _held(self, since: int, until: int, microbatch: int) -> list[cp_model.IntervalVar]:
-        """Return the intervals from one pass's start to another's end, without those away."""
         kind, stage, _ = self.problem.tasks[since]
         if kind != F:
             return super()._held(since, until, microbatch)

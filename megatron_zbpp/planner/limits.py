@@ -66,7 +66,6 @@ def activation_limits(limit: Limit, placement: Placement, costs: Costs) -> tuple
 def _refusal(
     placement: Placement, costs: Costs, limit: Limit, least: list[float]
 ) -> tuple[float, str] | None:
-    """Return the smallest limit on a placement, and what does not fit; None: a microbatch does."""
     limits, static = same_limits(limit, placement.num_ranks), costs.static(placement)
     for rank, (most, taken, own) in enumerate(zip(limits, static, least, strict=True)):
         if most - taken >= own * _ROUNDING:

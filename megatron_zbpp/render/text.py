@@ -76,7 +76,6 @@ def _scale(rows: list[list[Bar]], makespan: float, columns: int) -> float:
 
 
 def _line(row: list[Bar], scale: float, columns: int, colours: bool) -> str:
-    """Return a rank's bars in `columns` characters, and `…` for what did not fit."""
     parts: list[str] = []
     at = 0
     for bar in row:

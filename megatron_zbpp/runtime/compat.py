@@ -19,6 +19,23 @@ run_backward = torch.autograd.Variable._execution_engine.run_backward
 # whether torch.profiler or emit_nvtx is on
 profiler_enabled: Callable[[], bool] = vars(torch.autograd)['_profiler_enabled']
 
+RUN_BACKWARD = '_engine_run_backward'  # what `backward()` and `torch.autograd.grad` call
+
+
+@contextmanager
+def no_backward(message: str) -> Iterator[None]:
+    """Raise NotImplementedError(message) where a program asks for gradients within."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotImplementedError(message)
+
+    engine = getattr(torch.autograd, RUN_BACKWARD)
+    setattr(torch.autograd, RUN_BACKWARD, refuse)
+    try:
+        yield
+    finally:
+        setattr(torch.autograd, RUN_BACKWARD, engine)
+
 
 def unseen_by_autograd(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManager[None]:
     """Let `tensors` be written to, as if nothing were, for graphs that have saved them."""

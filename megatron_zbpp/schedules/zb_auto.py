@@ -184,7 +184,6 @@ class _Scheduler:
             self.draft.put(Pass(B, rank, 0))
 
     def _warm_up_counts(self) -> list[int]:
-        """Return forwards per rank before its first B: what fits memory and the wait for that B."""
         counts = [1] * self.p
         first_b = self.draft.clock[-1]  # when the gradient for the last rank's first B is there
         for rank in reversed(range(self.p)):
@@ -204,7 +203,6 @@ class _Scheduler:
         return counts
 
     def _who_forwards(self) -> list[bool]:
-        """Return which ranks run an F in this round: those with one left, if all below do."""
         chosen = [count < self.m for count in self.forwards]  # line 7
         for rank in reversed(range(self.p - 1)):
             below = self.forwards[rank + 1]
@@ -244,7 +242,6 @@ class _Scheduler:
         self.forwards[rank] += 1
 
     def _backward(self, rank: int, microbatch: int) -> None:
-        """Put a B of `rank`, after Ws that fill its wait; nobody waits for those of rank 0."""
         if rank == 0 and self.forwards[0] == self.m:
             self._flush(0)
         p = Pass(B, rank, microbatch)

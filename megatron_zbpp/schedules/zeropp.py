@@ -14,7 +14,6 @@ def _unit(num_ranks: int, num_chunks: int) -> int:
 
 
 def _peak(at: Sizes) -> float:
-    """Return a unit, and what the Ws hold that it keeps for the next."""
     return _unit(at.p, at.v) + 2 * (at.p - 1) / at.v
 
 

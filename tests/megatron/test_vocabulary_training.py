@@ -348,6 +348,7 @@ def first_call(argv):
         vars(module).update(vars(inner))
         stage = embedding.EmbeddingStage.__new__(embedding.EmbeddingStage)
         stage.inner = stage.model = module
+        module.embedding = SimpleNamespace(word_embeddings=SimpleNamespace(tokens=None))
         stage.data_iterator, stage._read = None, {}
         given = {'data_iterator': None, 'seq_length': 4, 'micro_batch_size': 1}
         given |= {'num_microbatches': 1, 'model': module}

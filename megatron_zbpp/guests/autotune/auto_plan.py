@@ -132,7 +132,6 @@ class AutoPlan(Guest):
             setattr(self, name, value)
 
     def _measure(self, iteration: Iteration) -> None:
-        """Add what all pipelines measured; start planning when there is enough of it."""
         everywhere = measured(iteration)
         self._found += everywhere
         self._spans.append(max(each.makespan for each in everywhere))

@@ -131,7 +131,6 @@ def _of_passes(iteration: Iteration, timed: Sequence[tuple[float, float]]) -> It
 def _of_messages(
     iteration: Iteration, timed: Sequence[tuple[float, float]], taken: Messages, made: Messages
 ) -> Iterator[Span]:
-    """Yield the spans of messages; those that this rank takes begin where the pass before ended."""
     free = timed[0][0] if timed else 0.0
     for p, (start, end) in zip(iteration.record.passes, timed, strict=True):
         for name, peer in taken.get(p, ()):
@@ -142,7 +141,6 @@ def _of_messages(
 
 
 def _messages(schedule: Schedule, rank: int) -> tuple[Messages, Messages]:
-    """Return the messages that passes of a rank take from other ranks, and those they make."""
     taken: dict[Pass, list[tuple[str, int]]] = defaultdict(list)
     made: dict[Pass, list[tuple[str, int]]] = defaultdict(list)
     for there, p in schedule:

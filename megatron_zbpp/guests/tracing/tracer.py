@@ -87,7 +87,6 @@ class Tracer(Guest):
 
 
 def _scaled(planned: Timeline, measured: Timeline) -> Timeline:
-    """Return `planned` in seconds, its passes together as long as those of `measured`."""
     ranks = range(measured.schedule.num_ranks)
     ours, theirs = (sum(map(line.busy, ranks)) for line in (planned, measured))
     factor = theirs / ours if ours else 1.0

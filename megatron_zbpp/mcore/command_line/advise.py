@@ -194,7 +194,6 @@ class AdvisedLine:
         return Shape(model, vocab=vocab, tflops=tflops, bandwidth=bandwidth, **sizes)
 
     def _model(self) -> tuple[str, dict[str, Any]]:
-        """Return the kind of model, and what only it has."""
         args, layers = self.args, {'layers': self.args.num_layers}
         name = refusals.hybrid(args)
         if name is not None:
@@ -217,7 +216,6 @@ class AdvisedLine:
         return 'hybrid' if name is not None else 'mla' if latent else plain, more
 
     def _dense_first(self) -> int:
-        """Return the dense layers before those with experts."""
         every = getattr(self.args, 'moe_layer_freq', 1)
         if every in (1, None):
             return 0

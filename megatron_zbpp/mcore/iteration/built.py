@@ -73,7 +73,6 @@ def require_all_layers(
 
 
 def _require_layout(stack: str, found: list[list[int | None]], planned: list[range | None]) -> None:
-    """Raise ValueError unless stages have as many layers as their layout, or of those only."""
     pairs = [(own, numbers) for own, numbers in zip(found, planned, strict=True) if numbers]
     counts = all(len(own) == len(numbers) for own, numbers in pairs)
     if counts or all({*own} - {None} <= {*numbers} for own, numbers in pairs):

@@ -59,6 +59,8 @@ class EmbeddingStage(VocabularyStage):
         data = None if self.data_iterator is None else Read(self.data_iterator)
         tokens = self.call.run_step(p, self._tokens, data)
         self._read[p.microbatch] = [] if data is None else data.items
+        shard = input_shard(self.inner)
+        shard.tokens = tokens if shard.tokens is None else shard.tokens
         return tokens
 
     def _tokens(self, data: Iterator | None) -> torch.Tensor:

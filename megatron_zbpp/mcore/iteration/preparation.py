@@ -103,9 +103,9 @@ def prepare(
     _allow(session, arguments, config, groups.pp.size())
     pipeline = replicas.pipeline(session, groups)
     rank, one = pipeline.rank(), session.programs.placement(groups.pp.size())
-    call = Call(
-        arguments, session.store, groups.cp.size(), _device(), session.programs.num_replicas
-    )
+    sizes = groups.cp.size(), _device(), session.programs.num_replicas
+    replays = session.programs.replays and not arguments.forward_only
+    call = Call(arguments, session.store, *sizes, replays)
     _find_slices(session, arguments, config, groups.pp.size())
     cuts = session.programs.cuts(config, arguments.seq_length)
     hops = [
@@ -220,7 +220,6 @@ def _maker(
 def _with_hops(
     executors: Executors, models: Sequence[torch.nn.Module], hops: Sequence[tuple[Message, ...]]
 ) -> Executors:
-    """Return executors that know what each edge has of its own, where Megatron or a model tells."""
     chunks = unwrap_model([*models])
     mhc = getattr(get_model_config(models[0]), 'enable_mhc_connections', False)
     if len(hops[0]) == 1 and not mhc and not any(hasattr(chunk, 'hops') for chunk in chunks):

@@ -44,6 +44,8 @@ class SlicedStage(ModelStage):
         of_stage: arguments of `ModelStage`.
     """
 
+    asks_gradients = True
+
     def __init__(self, cuts: Sequence[int], running: Running, *of_stage: Any) -> None:
         super().__init__(*of_stage)
         self._cuts, self._running, self._kept = cuts, running, Kept()

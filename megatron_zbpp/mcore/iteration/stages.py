@@ -16,9 +16,16 @@ from megatron_zbpp.ir import Pass
 from megatron_zbpp.mcore import compat, left_behind
 from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.patches import transformer_engine
+from megatron_zbpp.runtime.compat import no_backward
 from megatron_zbpp.runtime.key import Key, key_of
 from megatron_zbpp.runtime.stage import MaybeTensor
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
+
+_INNER = (
+    'a backward inside a forward (backward() or torch.autograd.grad in a loss function or a model) '
+    'is unsupported because forwards run twice, or before the optimizer step that precedes their '
+    'iteration: leave out recompute passes and post-validation, or take a synchronous schedule'
+)
 
 
 @dataclass
@@ -31,6 +38,7 @@ class Call:
         cp_size: of the context-parallel group.
         device: of this rank.
         num_replicas: whose microbatches the passes count.
+        replays: whether forwards run twice, or before the step of the iteration before.
         results: what the loss function returned, in microbatch order; filled on the loss rank.
         num_tokens: sum over microbatches of what the loss function counted.
     """
@@ -40,6 +48,7 @@ class Call:
     cp_size: int
     device: torch.device
     num_replicas: int = 1
+    replays: bool = False
     results: list[Any] = field(default_factory=list)
     num_tokens: torch.Tensor = field(init=False)
 
@@ -106,6 +115,8 @@ class ModelStage:
         delaying: what leaves weight gradients of Transformer Engine's modules to W.
     """
 
+    asks_gradients = False  # within forwards, of the loss function
+
     def __init__(
         self,
         call: Call,
@@ -169,21 +180,23 @@ class ModelStage:
         self, p: Pass, received: MaybeTensor, data: Iterator | None, results: list[Any]
     ) -> Any:
         call, given = self.call, self.call.arguments
-        return schedules.forward_step(
-            self._step(p),
-            data,
-            self.model,
-            given.num_microbatches,
-            received,
-            results,
-            self.config,
-            cp_group_size=call.cp_size,
-            collect_non_loss_data=given.collect_non_loss_data,
-            is_first_microbatch=call.is_first(p),
-            current_microbatch=call.microbatch(p),
-            vp_stage=self.vp_stage,
-            is_last_stage=self._is_last,
-        )
+        plain = call.replays and not self.asks_gradients
+        with no_backward(_INNER) if plain else contextlib.nullcontext():
+            return schedules.forward_step(
+                self._step(p),
+                data,
+                self.model,
+                given.num_microbatches,
+                received,
+                results,
+                self.config,
+                cp_group_size=call.cp_size,
+                collect_non_loss_data=given.collect_non_loss_data,
+                is_first_microbatch=call.is_first(p),
+                current_microbatch=call.microbatch(p),
+                vp_stage=self.vp_stage,
+                is_last_stage=self._is_last,
+            )
 
     def _data(self, p: Pass) -> Iterator | None:
         return self.data_iterator

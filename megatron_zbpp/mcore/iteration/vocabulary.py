@@ -96,6 +96,8 @@ class _Forward(NamedTuple):
 class VocabularyStage(ModelStage):
     """One chunk of a Megatron model whose output layer is on all ranks."""
 
+    asks_gradients = True
+
     def __init__(self, *of_stage: Any) -> None:
         super().__init__(*of_stage)
         self._forwards: dict[Key, _Forward] = {}

@@ -104,7 +104,6 @@ def _saved_config(name: Any) -> Mapping[str, Any]:
 
 
 def _arguments(model: Mapping[str, Any]) -> Namespace:
-    """Return what of a model's configuration places its layers, as Megatron's arguments."""
     values = {name: model.get(field) for name, field in _FIELDS.items()}
     layout = values['pipeline_model_parallel_layout']
     values['pipeline_model_parallel_layout'] = getattr(layout, 'input_data', layout)

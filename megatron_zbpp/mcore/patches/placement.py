@@ -244,8 +244,6 @@ def _takes_vp_stage(provider: Callable) -> bool:
 
 
 def _with_data_on_rank_0(reads: Reads, original: Callable) -> Callable:
-    """Give pipeline rank 0 data as ever, and each chunk those of the replica that it reads."""
-
     @functools.wraps(original)
     def build_train_valid_test_data_loaders(*args: Any, **kwargs: Any) -> Any:
         provider = args[0] if args else next(iter(kwargs.values()))
@@ -268,7 +266,6 @@ def _with_data_on_rank_0(reads: Reads, original: Callable) -> Callable:
 
 @contextmanager
 def _replica_of(chunk: int, reads: Reads) -> Iterator[None]:
-    """Answer who asks for the data-parallel rank with that of the replica that a chunk reads."""
     original = parallel_state.get_data_parallel_rank
     own = original()
 

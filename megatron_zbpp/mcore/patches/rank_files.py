@@ -108,8 +108,6 @@ def _looking_inside(session: Session, original: Callable) -> Callable:
 
 
 def _comparing(session: Session, original: Callable) -> Callable:
-    """Compare what else is kept by rank when a checkpoint is first looked at."""
-
     @functools.wraps(original)
     def _load_base_checkpoint(load_dir: Any, args: Any, *more: Any, **named: Any) -> tuple:
         state, name, release, kind = original(load_dir, args, *more, **named)

@@ -77,8 +77,6 @@ class _Chunks:
         return __init__
 
     def of_layer(self, original: Callable) -> Callable:
-        """Wrap what builds a layer of a stack, by `layer_number`."""
-
         @functools.wraps(original)
         def build_module(*args: Any, **kwargs: Any) -> Any:
             drawing, more = self._building, self._built < self._layers
@@ -93,8 +91,6 @@ class _Chunks:
         return build_module
 
     def of_stack(self, original: Callable) -> Callable:
-        """Wrap the constructor of a stack: what comes after it lies behind the layers."""
-
         @functools.wraps(original)
         def __init__(stack: Any, *args: Any, **kwargs: Any) -> None:
             original(stack, *args, **kwargs)

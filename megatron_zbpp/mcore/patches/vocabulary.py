@@ -96,7 +96,6 @@ def divide(model: Any, both: bool = False, first: Any = None) -> None:
 
 
 def _put_embedding(model: Any, first: Any, shard: InputShard) -> None:
-    """Put a rank's rows into its last chunk, and what gets the sum into that of the first stage."""
     if first is not model:
         model.embedding = MegatronModule(model.config)
         if first is not None:

@@ -154,7 +154,6 @@ class LateStep:
 
     @contextmanager
     def _as_scheduled(self) -> Iterator[None]:
-        """Let groups of parameters have what the scheduler had written when the step began."""
         now = [_scheduled(group) for group in self._groups]
         for group, own in zip(self._groups, self._scheduled, strict=True):
             group.update(own)

@@ -215,7 +215,6 @@ class ForwardsAhead(NextIteration):
         return all(self._reserve(iterator, latest) for iterator in iterators.values())
 
     def _reserve(self, iterator: Iterator, latest: Arguments) -> bool:
-        """Draw what all forwards that may run ahead took in the iteration before."""
         replay = self._replayed[id(iterator)]
         chunks = [c for c, other in enumerate(latest.iterators) if other is iterator]
         each, uneven = divmod(replay.given, len(chunks) * latest.num_microbatches)

@@ -230,8 +230,6 @@ class SplitStep:
         return Outcome(result, bool(result[0]) and not self._clipped and same_scale)
 
     def _stepping(self, speculative: SpeculativeStep, original: Callable) -> Callable:
-        """Take the inner optimizer's step of what the speculative one has not stepped for good."""
-
         def step() -> Any:
             if self._clipped:
                 speculative.give_back()
@@ -251,7 +249,6 @@ class SplitStep:
         return clip_grad_by_total_norm_fp32
 
     def _take_back(self, stepped: bool) -> None:
-        """Let the model read what the true step left, on all ranks that hold copies of it."""
         if not stepped:
             for speculative in self._speculative:
                 speculative.give_back()

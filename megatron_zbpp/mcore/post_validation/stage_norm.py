@@ -97,7 +97,6 @@ def _refusal(optimizer: MegatronOptimizer) -> str | None:
 
 
 def _of_stage(leaf: MegatronOptimizer) -> dist.ProcessGroup | None:
-    """Return the ranks of this stage among those that share the norm; None: no group is these."""
     stage: Any = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     tensor: Any = parallel_state.get_tensor_model_parallel_group()
     everyone = dist.get_process_group_ranks(

@@ -134,12 +134,10 @@ def say_the_same(name: str, rank: int, num_ranks: int, text: str, collective: Co
 
 
 def _states() -> tuple:
-    """Return the states of Python, numpy and torch, those that Megatron tracks included."""
     return random.getstate(), np.random.get_state(), random_states()
 
 
 def _set_states(states: tuple) -> None:
-    """Set them; of the tracked ones those that this rank has."""
     python, array, (host, device, tracked) = states
     random.setstate(python)
     np.random.set_state(array)

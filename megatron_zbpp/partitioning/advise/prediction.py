@@ -167,7 +167,6 @@ def _built(name: str, p: int, m: int, chunks: int) -> Schedule:
 
 
 def _schedule(job: Job, setup: Setup, m: int, costs: Costs) -> Schedule:
-    """Return the schedule of a setup; one that adapts to times has those of the setup."""
     family = find(setup.schedule)
     if 'costs' not in family.options:
         return _built(setup.schedule, setup.pp, m, setup.chunks)

@@ -81,7 +81,6 @@ def orders(slots: Slots, placement: Placement) -> list[list[Pass]]:
 def _needs(
     num_stages: int, kinds: frozenset[str]
 ) -> dict[tuple[str, int], tuple[tuple[str, int], ...]]:
-    """Return the kinds and stages of what a pass needs of its microbatch, by its own."""
     graph = chain(num_stages)
     found: dict[tuple[str, int], tuple[tuple[str, int], ...]] = {}
     for kind, stage in product(kinds, range(num_stages)):

@@ -236,7 +236,6 @@ def _thinned(
     most: Sequence[float],
     limit: float,
 ) -> frozenset[Pass]:
-    """Return `gone` without those that may stay as well: the first of them first."""
     left = _left(lives, gone, most)
     kept = set(gone)
     for p in sorted(gone, key=lambda p: lives[p].first):

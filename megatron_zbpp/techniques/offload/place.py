@@ -94,7 +94,6 @@ def with_offload(
 
 
 def _worth_it(schedule: Schedule, chunks: int) -> Iterator[int]:
-    """Yield stages of each rank's first `chunks`, without those that run again beside others."""
     placement = schedule.placement
     again = {task.stage for task in schedule.graph.needs if task.kind == R}
     for rank in range(placement.num_ranks):

@@ -119,7 +119,6 @@ class _Filling:
         return max(free, self._ready(rank))
 
     def _step(self, rank: int) -> None:
-        """Run what comes next: the pass, its R, or an R of a later pass."""
         p, ready = self._left[rank][0], self._ready(rank)
         again = self._own_again(rank)
         if again is None and self._clocks[rank] < ready:
@@ -161,7 +160,6 @@ class _Filling:
         return None
 
     def _kept(self, again: Pass) -> Pass:
-        """Return the forward of what runs again, or the pass that brings the input back."""
         if again not in self._inputs:
             (self._inputs[again],) = self._schedule.predecessors(again)
         return self._inputs[again]

@@ -203,7 +203,6 @@ def unsuited(made: Schedule, whole: Schedule) -> str | None:
 
 
 def _of_units(costs: Costs, slices: int) -> Costs:
-    """Return costs in which a unit takes what a microbatch takes, and messages so much more."""
     return replace(
         costs,
         comm=slices * costs.comm,

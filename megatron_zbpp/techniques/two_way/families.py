@@ -259,7 +259,6 @@ def bitpipe(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def _by_slots(name: str, num_ranks: int, num_microbatches: int, slots: Slots) -> Schedule:
-    """Return the schedule whose ranks run what falls into their slots, the two ways mirrored."""
     placement = Placement.two_way(num_ranks)
     found: list[list[tuple[int, int, Pass]]] = [[] for _ in range(num_ranks)]
     for i in range(num_microbatches):

@@ -137,7 +137,6 @@ class _Draft:
         return p.kind != F or held < (3 * self._p if p.stage < self._p else self._p)
 
     def _needs(self, p: Pass) -> list[Pass]:
-        """Return the passes that come before `p`: those that give its input, and its weights."""
         kind, stage, j, _ = p
         if kind == BW:
             above = [p._replace(stage=stage + 1)] if stage + 1 < 2 * self._p else []

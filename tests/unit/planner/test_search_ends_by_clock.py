@@ -19,7 +19,6 @@ from megatron_zbpp.planner import (
     action_search,
     budget,
     cells,
-    extrapolation,
     grouped_orders,
     named_schedules,
     pattern,
@@ -111,12 +110,12 @@ def test_repeating_the_steady_state_ends_with_the_clock(monkeypatch: pytest.Monk
     placement, costs = CANDIDATES[0]
     many = Problem(placement, 3 * M, costs, (3.0,) * P)
     few = many.with_fewer_microbatches
-    replayed = counted(monkeypatch, extrapolation, 'replay')
+    replayed = counted(monkeypatch, search, 'replay')
     orders = pattern.dispatch(few, pattern.Pattern.straight(few, 0.5, 1.0, inf))
-    assert extrapolation.extrapolate(few, orders, many) and len(replayed) > 4
+    assert search.extrapolate(few, orders, many) and len(replayed) > 4
     replayed.clear()
     left = iter([True, True, True])
-    extrapolation.extrapolate(few, orders, many, lambda: next(left, False))
+    search.extrapolate(few, orders, many, lambda: next(left, False))
     assert len(replayed) == 4
 
 

@@ -283,7 +283,6 @@ class DelayedModule:
             yield from (tensor for tensor in inner(tensors) if id(tensor) not in permanent)
 
     def _compute(self, entries: Entries, early: Gradients | None, first: bool) -> Gradients:
-        """Run what one backward put off."""
         if self._gathered is not None:
             entries = [([_whole(t) for t in tensors], f) for tensors, f in entries]
         if self._single:
