@@ -168,7 +168,7 @@ def across_replicas(settings: Any) -> Iterator[Refusal]:
         elif setting == _EXPERT_RANKS:
             value = value if (value or 1) > 1 else None
         if value:
-            yield Refusal(setting, value, _OTHER_ORDERS, f'{cure}, or take chimera')
+            yield Refusal(setting, value, _OTHER_ORDERS, f'{cure}, or take chimera as it is')
 
 
 def _with_slices(settings: Any) -> Iterator[Refusal]:

@@ -9,6 +9,7 @@ from grids import grid
 from models import Job, check, train
 from supported import supports
 
+from megatron_zbpp.analysis.posting import BY_TAKER
 from megatron_zbpp.analysis.simulator import simulate
 
 pytestmark = pytest.mark.shared
@@ -22,6 +23,29 @@ pytestmark = pytest.mark.shared
 )
 def test_identical_to_megatron(ranks, data, schedule, pp, dp):
     check(ranks, data, schedule, Job('lengths', te=False, pp=pp, dp=dp))
+
+
+def posted(job, argv):
+    """Runs on each rank: when forwards' receives of each program are posted, and its job."""
+    from megatron_zbpp.mcore import programs
+
+    found, original = [], programs.check
+
+    def noting(schedule, receives):
+        found.append(receives)
+        return original(schedule, receives=receives)
+
+    with mock.patch.object(programs, 'check', noting):
+        train(job, argv)
+    return found
+
+
+@pytest.mark.parametrize(('kind', 'waits'), [('lengths', True), ('dense', False)])
+def test_a_pass_waits_for_its_own_shape(ranks, data, kind, waits):
+    """Where shapes vary, and there alone: tests/unit/analysis/test_posting.py counts waits."""
+    job = Job(kind, te=False, iterations=1)
+    for found in ranks(2).run(posted, job, job.argv('zb-v', False, data)):
+        assert found and (BY_TAKER in found) == waits
 
 
 def planned_for(job, argv):

@@ -221,12 +221,11 @@ def checkout(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize('command', [c for c in INSTALL if '--no-deps' in c])
 def test_install_zbpp_command(command, checkout, tmp_path):
-    """From a copy of the checkout in place of the address; it then draws, on its own."""
+    """In a copy of the checkout; it then draws, on its own."""
     _, *arguments = shlex.split(command)
-    arguments = [re.sub(r'git\+https://.*', f'file://{checkout}', a) for a in arguments]
     pip = [sys.executable, '-m', 'pip', '--disable-pip-version-check']
     options = ['--no-build-isolation', '--target', tmp_path]
-    done = run([*pip, *arguments, *options], timeout=200)
+    done = run([*pip, *arguments, *options], timeout=200, cwd=checkout)
     assert done.returncode == 0, done.stderr
     code = 'from megatron_zbpp import cli; print(cli.__file__); cli.main(["list"])'
     said = run([sys.executable, '-c', code], cwd=tmp_path, env={'PYTHONPATH': str(tmp_path)})

@@ -185,7 +185,7 @@ def package(module: str | None) -> Callable:
         sys.modules.pop('own_yaml', None)
         with (
             mock.patch.dict(sys.modules, {'yaml': module and ModuleType(module)}),
-            mock.patch.object(launch_line, '_TRAINING', 'own_yaml'),
+            mock.patch.object(launch_line, 'TRAINING', 'own_yaml'),
         ):
             assert ('pip install pyyaml' in launch_line._lacks()) == (module is None)
             require_packages('own_yaml')

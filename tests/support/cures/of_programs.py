@@ -160,6 +160,11 @@ PROGRAMS = {
         settings(schedule='zb-v'),
         settings(schedule='zb-1p', memory_limit=3),
     ),
+    'a limit below one microbatch': row(
+        settings(schedule='auto', memory_limit=0.5),
+        'memory_limit is 0.5, but each plan holds one microbatch on a rank: give 1 or more',
+        settings(schedule='auto', memory_limit=1),
+    ),
     'updates': row(
         settings(schedule=updating),
         'has asynchronous updates: simulated, does not train yet: take a synchronous schedule, '
@@ -197,7 +202,7 @@ PROGRAMS = {
         )
         for family, name, value, kind, least in (
             ('interleaved', 'num_chunks', 2.5, 'whole number', 1),
-            ('auto', 'memory_limit', -1, 'number', 0),
+            ('zb-1p', 'memory_limit', -1, 'number', 0),
             ('zb-v', 'watchdog_timeout', 'long', 'number', 0),
             ('zb-v', 'watchdog_pause_timeout', -3, 'number', 0),
             ('zb-v', 'post_validation', 1.5, 'whole number', 0),

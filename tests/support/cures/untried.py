@@ -58,14 +58,44 @@ ELSEWHERE = {
     **dict.fromkeys(
         (
             'mcore/iteration/sliced.py require: collect_non_loss_data',
-            'mcore/iteration/sliced.py require: GPTModel',
-            'mcore/iteration/sliced.py require: attend',
-            'mcore/patches/slices.py _cutting.forward',
-            'mcore/patches/slices.py _require_slices_alone: needs its state',
-            'mcore/patches/slices.py _require_slices_alone: attn_mask_type',
+            'mcore/iteration/sliced.py SlicedStage._first',
+            'mcore/iteration/sliced.py SlicedStage._require_sum',
+            'mcore/patches/slices.py _cut',
+            'mcore/slicing.py Kept.visit',
         ),
-        'test_sliced_models.py::test_refused_at_the_first_call',
+        'test_sliced_assumptions.py::test_refused_at_the_first_call',
     ),
+    **dict.fromkeys(
+        (
+            'mcore/iteration/sliced.py _padded',
+            'mcore/patches/slices.py require: GPTModel',
+            'mcore/patches/slices.py require: {problem}',
+            'mcore/slicing.py Kept.extended',
+        ),
+        'test_sliced_assumptions.py::test_modules',
+    ),
+    **dict.fromkeys(
+        (
+            'mcore/refusals_of_techniques.py _with_slices: _BALANCING',
+            'mcore/refusals_of_techniques.py _with_slices: position_embedding_type',
+        ),
+        'test_refusals_together.py::test_values_refused_with_slices',
+    ),
+    'mcore/between_calls.py BetweenCalls._compare': 'test_asynchronous_weights.py::'
+    'test_what_a_program_changes_between_two_calls',
+    'mcore/iteration/asynchronous.py Unwritten.forward': 'test_asynchronous_weights.py::'
+    'test_forwards_that_write_what_steps_would_read',
+    'mcore/post_validation/stage_norm.py StageNorms._agree': 'test_asynchronous_weights.py::'
+    'test_zeros_in_gradients_are_those_of_all_stages',
+    'mcore/command_line/advise.py AdvisedLine.require_known': 'test_advise.py::'
+    'test_memory_that_is_not_predicted',
+    'mcore/command_line/own_checks.py require_possible': 'test_doctor.py::'
+    'test_sizes_that_no_job_has',
+    'mcore/command_line/own_checks.py require_sizes': 'test_doctor.py::test_sizes_that_no_job_has',
+    'mcore/command_line/sizes.py require_every_size': 'test_arguments_files.py::test_refused_files',
+    'mcore/enabled.py enable': 'test_plugin.py::test_other_values_need_disable',
+    'mcore/options.py made_by': '../unit/mcore/test_settings.py::'
+    'test_an_argument_that_enable_does_not_have',
     **dict.fromkeys(
         (
             'mcore/iteration/vocabulary.py VocabularyStage._step.checked',

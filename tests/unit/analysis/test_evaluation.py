@@ -31,6 +31,8 @@ PLACEMENTS = (
     Placement((1, 0, 0, 1, 0)),
 )
 
+ROUNDING = 1e-12  # sums of times have other orders
+
 
 def times_ideal(schedule):
     """Time over that of the busiest rank, if stages and messages take what programs assume."""
@@ -83,7 +85,7 @@ def test_shards_of_the_vocabulary_and_slices(name, cut, embedding):
     before, after = (
         simulate(each, usual_costs(each)).makespan for each in (schedule.forward_only(), evaluated)
     )
-    assert after <= before
+    assert after <= before * (1 + ROUNDING)
 
 
 @settings(max_examples=60)
@@ -93,4 +95,4 @@ def test_any_plan(seed, placement, m):
     schedule = oracle.random_schedule(Random(seed), placement, m)
     evaluated = evaluation(schedule)
     require_in_order(schedule, evaluated)
-    assert times_ideal(evaluated) <= times_ideal(schedule.forward_only())
+    assert times_ideal(evaluated) <= times_ideal(schedule.forward_only()) * (1 + ROUNDING)
