@@ -51,7 +51,7 @@ A predicted pipeline of p stages is as deep a model as p measured stages make: c
 
 Start the same command again to go on where it ended: what is in --json is not measured again.
 A configuration that fails (out of memory) becomes a row with its error; logs are beside --json.
-FLOP count as Megatron's; bubble: share of forward-backward in which the busiest rank idles;
+FLOP count as Megatron's; idle, busiest rank: its share of forward-backward without a pass;
 idle GPU time: share of all ranks' time that is lost; memory: most that tensors take on a GPU.
 --help of scripts/benchmark_pipelines.py: without GPUs.
 """

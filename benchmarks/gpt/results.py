@@ -19,7 +19,7 @@ from megatron_zbpp.ir import strict_json
 
 MEASURED, PREDICTED, FAILED = 'measured', 'predicted', 'failed'
 _PACKAGES = ('torch', 'megatron-core', 'megatron_zbpp', 'transformer-engine', 'apex')
-_HEADS = 'kind|model|schedule|p|t|m|v|tokens/s/GPU|TFLOP/s|MFU|memory|bubble'.split('|')
+_HEADS = 'kind|model|schedule|p|t|m|v|tokens/s/GPU|TFLOP/s|MFU|memory|idle, busiest rank'.split('|')
 _HEADS += ['idle GPU time']
 _STAGE_HEADS = 'model|layers|F|B|W|split/fused|held to B|held to W|optimizer|TFLOP/s|MFU'.split('|')
 
