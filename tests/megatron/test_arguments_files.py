@@ -111,9 +111,9 @@ def test_a_plan_of_another_model(ranks, tmp_path, layout, changes, said):
 
 def reads(plan):
     """How often its file is read while the flags are."""
-    from megatron_zbpp.ir import formats
+    from megatron_zbpp.ir import files
 
-    with mock.patch.object(formats, '_text', side_effect=formats._text) as text:
+    with mock.patch.object(files, 'content_of', side_effect=files.content_of) as text:
         assert parse(['--pipeline-schedule-file', plan], {}).code is None
     return text.call_count
 

@@ -320,6 +320,43 @@ def test_few_microbatches():
             assert 0.5 <= idle['zb-v'] / idle['zb-h1'] < 0.6, (p, m)
 
 
+def test_numbers_of_shards(capsys):
+    """Tables of large-vocabulary.md: shares, makespans, what a partition loses, bubble and peak."""
+    text = (ROOT / 'docs' / 'large-vocabulary.md').read_text()
+
+    def simulated(name, microbatches, share=None):
+        words = ['simulate', '--schedule', name, '--pp', '8', '--microbatches', str(microbatches)]
+        assert main([*words, *(['--vocab-parallel', str(share)] if share else []), '--json']) == 0
+        found = json.loads(capsys.readouterr().out)
+        bubble = found['makespan'] * found['idle_busiest_rank']
+        return found['makespan'], bubble, max(found['peak_activations'])
+
+    for words, cells in re.findall(r'^\| (\d+)k words \|(.+)\|$', text, re.M):
+        shares = (int(words) * 1024 / (12 * hidden) / 4 / 8 for hidden in (2048, 4096, 8192))
+        assert cells.strip().split(' | ') == [f'{share:.2f}' for share in shares]
+    loses = dict(re.findall(r'^\| (0\.\d+) \| ([\d.]+) % \|', text, re.M))
+    rows = re.findall(r'^\| (0\.\d+) \| [\d.]+ \|(.+)\|$', text, re.M)
+    assert [share for share, _ in rows] == ['0.05', '0.1', '0.2', '0.3', '0.5']
+    for share, row in rows:
+        cells = [float(cell.strip('* ')) for cell in row.split('|')]
+        for name, partition, shards in zip(
+            ('1f1b', 'zb-h1', 'zb-v'), cells[::2], cells[1::2], strict=True
+        ):
+            assert shards == round(simulated(name, 32, share)[0], 1)
+            if name == '1f1b' and share in loses:
+                assert abs(float(loses[share]) - 100 * (partition / shards - 1)) < 0.5
+    wide = re.findall(r'^\| `(.+?)` \| ([\d.]+) \| (.+?) \| ([\d.]+) \| (.+?) \|$', text, re.M)
+    assert len(wide) == 5
+    for name, *cells in wide:
+        plain, *shared = (simulated(name, 64, share) for share in (None, 0.1, 0.2, 0.4, 0.8))
+        spans = []
+        for at in (1, 2):
+            values = [round(each[at], 1) for each in shared]
+            least_and_most = sorted({min(values), max(values)})
+            spans += [f'{plain[at]:g}', ' to '.join(f'{each:g}' for each in least_and_most)]
+        assert cells == spans, name
+
+
 def test_numbers_of_simulated_prose(capsys):
     """Sentences of choosing.md, planning.md and planner.md."""
     choosing, planning, planner = (

@@ -19,10 +19,10 @@ _OF_MACHINE = re.compile(r'environ|transformer.engine|\bTE\b|cuda|\bGPU', re.IGN
 
 
 def require_possible(args: Namespace) -> None:
-    """Raise ValueError for sizes that no model has: 0, or heads and groups that do not divide."""
+    """Raise ValueError for sizes that no job has: 0, or heads and groups that do not divide."""
     given = {name: getattr(args, name, None) for name in SIZES}
     for name, value in given.items():
-        if value is not None and value < 1:
+        if value is not None and value < (name != 'eval_iters'):
             raise ValueError(f'{flag(name)} {value} is not possible: give a whole number from 1 up')
     pairs = [('num_attention_heads', 'num_query_groups')] * args.group_query_attention
     pairs += [('hidden_size', 'num_attention_heads')] * (given['kv_channels'] is None)
