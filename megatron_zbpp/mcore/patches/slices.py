@@ -101,11 +101,11 @@ def _cut(name: str, value: Any, part: Slice) -> Any:
             f'{packed}: give none, or {_WHOLE} (a forward that replaces that of GPTModel keeps its '
             'arguments by functools.wraps)'
         )
-    tokens = value.shape[-2:] if name == _MASK else value.shape[1:]
+    tokens = value.shape[-2:] if name == _MASK else value.shape[1:2]
     if {*tokens} != {part.total}:
         raise NotImplementedError(
-            f'{name} of shape {tuple(value.shape)}: slices of sequences cut (micro batch, sequence)'
-            f', and masks (..., sequence, sequence), of {part.total} tokens: give such, or {_WHOLE}'
+            f'{name} of shape {tuple(value.shape)}: slices cut (micro batch, sequence, ...) and '
+            f'masks (..., sequence, sequence) of {part.total} tokens: give such, or {_WHOLE}'
         )
     if name == _MASK:
         return value[..., part.start : part.end, : part.end].contiguous()
