@@ -51,8 +51,8 @@ def iteration(argv, shared):
             super().__init__(*of_rank)
             shards.add(self)
 
-    def noted(self, *given, original=vocabulary.OutputShard._logits):
-        made, part = original(self, *given)
+    def noted(self, *given, original=vocabulary.OutputShard._logits, **named):
+        made, part = original(self, *given, **named)
         parts.update(part)
         return made, part
 
