@@ -213,6 +213,8 @@ def draw(seed: int) -> Composition:
         chosen = pick(group)
         if '--overlap-param-gather' in group[chosen][1] and schedule in ASYNCHRONOUS:
             chosen = 'reduce'  # that is refused
+        if chosen == 'distributed' and schedule in ASYNCHRONOUS:
+            chosen = 'adam'  # the reference by hand clips whole gradients
         if chosen == 'reduce and gather' and 'sgd' in flags:
             chosen = 'none'  # Megatron shards Adam's state alone
         words += [] if chosen == next(iter(group)) else [f'{name}: {chosen}']
@@ -491,8 +493,11 @@ class Killed:
 def event_of(composition: Composition) -> Any:
     """Return what happens to each run of a composition."""
     rank = composition.seed % composition.size
+    # behind reductions that have begun, one replica alone would skip its step
+    overlapped = composition.has('--overlap-grad-reduce')
+    overflow = events.ReducedOverflow if overlapped else events.Overflow
     return {
-        'overflow': events.Overflow(EVENTFUL, rank),
+        'overflow': overflow(EVENTFUL, rank),
         'NaN': Spoilt(EVENTFUL),
         'killed': Killed(EVENTFUL, rank),
     }.get(composition.event, events.nothing)
