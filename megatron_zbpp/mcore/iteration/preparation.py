@@ -58,7 +58,7 @@ def agreement(
     forward_only: bool,
     config: Any,
 ) -> dict[str, object]:
-    """Return name and value of each, but for the schedule.
+    """Return the fields of a call on which all ranks must agree, except for its schedule.
 
     From its name and m a release makes the same passes everywhere: they need not be compared.
 
