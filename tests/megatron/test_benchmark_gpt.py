@@ -206,7 +206,7 @@ def test_results_file(tmp_path):
     again.add(JOB, figures | {'peak_bytes': 2**30, 'device_peak_tflops': 1.0, 'device': 'x'})
     (row,) = Results(file).rows
     assert row['mfu'] == 0.25 and 'error' not in row, 'in place of the failure'
-    assert '25.0%  1.0 GiB   12.5%          25.0%' in table([row])
+    assert table([row]).split()[-5:] == ['25.0%', '1.0', 'GiB', '12.5%', '25.0%']
     file.write_text('[1]')
     with pytest.raises(
         ValueError,
