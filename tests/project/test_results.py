@@ -45,3 +45,65 @@ def test_a_run_without_arguments_finds_all(request):
     folders = {file.parent.name for file in (ROOT / 'tests').rglob('test_*.py')}
     left_out = request.config.getini('norecursedirs')
     assert {name for name in folders for pattern in left_out if fnmatch(name, pattern)} == set()
+
+
+# Sentences that say what no GPU has done so far, each true of the results: look at it anew where a
+# result is added.
+OPEN = {
+    'No GPU has trained with slices yet': 'a layer and attention kernels were timed, no training',
+    'a GPU, where no hybrid model of ours has run yet': 'no Mamba layer was run',
+    'no report of a GPU has been read yet': 'profilers of one were not run',
+    "masks of flash's and cuDNN's kernels have not met a GPU here": 'both refused the inputs',
+    'No GPU has trained with it': 'shards were timed, no training',
+    'none of that has met a GPU yet': 'the tests of layers since then',
+    '"none yet" stands there until its results': 'the head of the table',
+}
+DENIED = re.compile(r'\b(yet|not met|nothing has|no \w+ has)\b', re.IGNORECASE)
+
+
+def denials(text):
+    """Sentences of a page that say that a GPU has not done something."""
+    sentences = re.split(r'(?<=[.!?:|])\s', ' '.join(text.split()))
+    return [each for each in sentences if re.search(r'\bGPUs?\b', each) and DENIED.search(each)]
+
+
+def written_pages():
+    pages = [ROOT / 'README.md', *sorted((ROOT / 'docs').rglob('*.md'))]
+    return [page for page in pages if not re.match(r'\d{4}-', page.name)]
+
+
+def test_no_page_denies_what_a_result_shows():
+    found = {sentence: page for page in written_pages() for sentence in denials(page.read_text())}
+    for sentence, page in found.items():
+        assert any(known in sentence for known in OPEN), f'{page}: {sentence}'
+    for known in OPEN:
+        assert any(known in sentence for sentence in found), f'no page says {known!r} any more'
+
+
+@pytest.mark.parametrize(
+    'sentence',
+    [
+        'Nothing has run on a GPU yet: neither NCCL nor kernels.',
+        'This project has not met a GPU yet.',
+        'No copy has been timed on a GPU here yet.',
+    ],
+)
+def test_denials_are_seen(sentence):
+    assert denials(f'A page. {sentence} Another one.')
+    assert not any(known in sentence for known in OPEN)
+
+
+def test_the_page_of_exactness_tells_the_size_of_the_grid():
+    """Iterations and numbers of microbatches are those that the tests train."""
+
+    def constant(name, file):
+        source = (ROOT / 'tests' / 'megatron' / file).read_text()
+        return re.search(rf'{name}(?: = |\', )(.+?)[,\n)]', source)[1]
+
+    page = ' '.join((ROOT / 'docs' / 'exactness.md').read_text().split())
+    grid, short = (
+        constant('ITERATIONS', 'test_identity.py'),
+        constant('train-iters', 'test_families.py'),
+    )
+    assert f'Tests compare {grid} iterations of `1f1b`, `zb-h1` and `zb-v`' in page
+    assert f'every other schedule trains {short} iterations' in page
