@@ -8,6 +8,8 @@ from fnmatch import fnmatch
 import pytest
 from paths import ROOT
 
+from scripts import claims_page
+
 PAGE = ROOT / 'docs' / 'results' / 'README.md'
 RESULT = re.compile(r'\]\(([\w.-]+\.md)\)')  # of a GPU, beside the page
 PROOF = re.compile(r'`((?:tests|scripts)/[\w/.]+\.(?:py|sh))`')
@@ -107,3 +109,36 @@ def test_the_page_of_exactness_tells_the_size_of_the_grid():
     )
     assert f'Tests compare {grid} iterations of `1f1b`, `zb-h1` and `zb-v`' in page
     assert f'every other schedule trains {short} iterations' in page
+
+
+def test_pages_are_printed_from_the_claims(capsys):
+    assert claims_page.main(['--check']) == 0, capsys.readouterr().out
+    assert len(claims_page.claims()) == len(rows())
+
+
+def test_a_page_that_differs_is_named(monkeypatch, tmp_path, capsys):
+    """A page is written again where a claim has changed; what stands around the part stays."""
+    page, table = tmp_path / 'page.md', tmp_path / 'claims.csv'
+    page.write_text('Head.\n\n<!-- claims: limits -->\nold\n<!-- end of claims -->\n\nFoot.\n')
+    table.write_text('claim,cpu,emulated,gpu,limit\nIt runs,`a`,,none yet,Not on Sundays.\n')
+    monkeypatch.setattr(claims_page, 'PARTS', {'limits': (page, claims_page.limits)})
+    monkeypatch.setattr(claims_page, 'CLAIMS', table)
+    assert claims_page.main(['--check']) == 1 and 'page.md: differs' in capsys.readouterr().out
+    assert claims_page.main([]) == 0
+    assert '\n\n- Not on Sundays.\n\n<!-- end' in page.read_text()
+    assert page.read_text().startswith('Head.') and page.read_text().endswith('Foot.\n')
+    assert claims_page.main(['--check']) == 0
+    assert claims_page.evidence(claims_page.claims(table)).endswith(
+        '| It runs | `a` | | none yet |'
+    )
+    page.write_text('Head.\n')
+    with pytest.raises(ValueError, match='has no lines between'):
+        claims_page.main([])
+
+
+@pytest.mark.parametrize('row', ['A claim,x', ',,,,', 'a,b,c,d,e,f'])
+def test_a_wrong_row_is_named(tmp_path, row):
+    table = tmp_path / 'claims.csv'
+    table.write_text(f'claim,cpu,emulated,gpu,limit\n{row}\n')
+    with pytest.raises(ValueError, match=r'row 2 of .* give a claim and its 4 cells'):
+        claims_page.claims(table)
