@@ -15,7 +15,7 @@ from megatron_zbpp.ir import Schedule
 from megatron_zbpp.planner.budget import OnTime, always
 from megatron_zbpp.planner.ends import replay
 from megatron_zbpp.planner.problem import Orders, Problem
-from megatron_zbpp.schedules.construct.orders import split_one_forward_one_backward
+from megatron_zbpp.schedules.construct.phases import split_one_forward_one_backward
 
 _AHEAD = (1.0, 1.5)
 _DEFER = (0.0, 0.5, 1.0, 1.5)

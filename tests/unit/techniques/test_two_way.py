@@ -22,7 +22,7 @@ from megatron_zbpp.render.colours import colour, legend
 from megatron_zbpp.render.html import html
 from megatron_zbpp.render.scene import bars
 from megatron_zbpp.schedules import Formula, Sizes, build, own_families
-from megatron_zbpp.techniques.two_way.families import unfolded
+from megatron_zbpp.techniques.two_way.orders import unfolded
 
 FAMILIES = {each.name: each for each in own_families(every=True) if each.num_routes > 1}
 EQUAL = (1, 1, 1)

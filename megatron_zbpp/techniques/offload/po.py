@@ -7,23 +7,10 @@ from dataclasses import replace
 from megatron_zbpp.ir import B, F, Schedule, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import HOST, TRANSFERS
-from megatron_zbpp.schedules.pipe_offload import BUBBLE, SOURCE
-from megatron_zbpp.schedules.registry import Formula, family
 from megatron_zbpp.techniques.offload.place import with_offload
 from megatron_zbpp.techniques.slices.place import in_slices
 
 
-@family(
-    'po-h',
-    summary='PO with half of the chunks of each rank on the host between F and B',
-    bubble=BUBBLE,
-    memory=Formula(
-        'at most ((v+2)p/8 + 3)/v', lambda at: ((at.v + 2) * at.p / 8 + 3) / at.v, at_most=True
-    ),
-    source=SOURCE,
-    aliases=('PipeOffload-half',),
-    moves=True,
-)
 def po_h(
     num_ranks: int,
     num_microbatches: int,
@@ -42,7 +29,6 @@ def po_h(
 
     - Bubble: as PO's, and more where the copies take longer than planned.
     - Peak memory: about (v+2)/(8v) of p activations, and what is in transit.
-    - When: memory is short and a copy both ways takes up to twice the time that it computes.
     """
     base = in_slices(
         'po', num_ranks, num_microbatches, num_slices, num_chunks=num_chunks, costs=costs
@@ -50,15 +36,6 @@ def po_h(
     return _offloaded('po-h', base, (num_chunks + 1) // 2, costs)
 
 
-@family(
-    'po-f',
-    summary='PO with all that has the time on the host between F and B',
-    bubble=BUBBLE,
-    memory=Formula('at most 4/v', lambda at: 4 / at.v, at_most=True),
-    source=SOURCE,
-    aliases=('PipeOffload-full',),
-    moves=True,
-)
 def po_f(
     num_ranks: int,
     num_microbatches: int,
@@ -76,7 +53,6 @@ def po_f(
 
     - Bubble: as PO's, and more where the copies take longer than planned.
     - Peak memory: about 4 activations of a chunk, however many ranks there are.
-    - When: long sequences or wide layers, where a copy both ways takes no longer than it computes.
     """
     base = in_slices(
         'po', num_ranks, num_microbatches, num_slices, num_chunks=num_chunks, costs=costs

@@ -10,29 +10,10 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import R
 from megatron_zbpp.schedules.construct.draft import Draft
 from megatron_zbpp.schedules.construct.phases import phases
-from megatron_zbpp.schedules.registry import Formula, Sizes, family
 from megatron_zbpp.techniques.recompute.graph import recompute
 from megatron_zbpp.techniques.recompute.place import with_recomputation
 
-_ONE = Formula('1', lambda at: 1)
 
-
-def _several(at: Sizes) -> bool:
-    return at.m >= at.p and at.m > 2 and at.equal
-
-
-@family(
-    'merak',
-    summary='1F1B that recomputes on all ranks but the last, one forward further ahead',
-    bubble=Formula(
-        'mF + (p-2)(F+B+W) (F=B=W, m >= p)', lambda at: at.m * at.F + (at.p - 2) * at.S, _several
-    ),
-    memory=_ONE,
-    source='Merak, arXiv 2206.04959, as far as its abstract tells',
-    aliases=('shifted-critical-path',),
-    min_ranks=2,
-    moves=True,
-)
 def merak(num_ranks: int, num_microbatches: int, costs: Costs | None = None) -> Schedule:
     """Shifted critical path: the last rank recomputes nothing, so the rank before it sets the pace.
 
@@ -51,8 +32,6 @@ def merak(num_ranks: int, num_microbatches: int, costs: Costs | None = None) -> 
     - Bubble: (p-2)(F+B+W) beside the mF of the forwards that run again: p-1 ranks of 1F1B. With R
       right before each backward, `1f1b` with `--recompute all` has F more.
     - Peak memory: one activation, and the inputs of p-s+1 microbatches on rank s.
-    - When: everything has to run again. `--pipeline-recompute` does it to any schedule: `zb-v` and
-      others have less bubble so, too.
     """
     p, m = num_ranks, num_microbatches
     placement = Placement.loop(p)
@@ -63,20 +42,6 @@ def merak(num_ranks: int, num_microbatches: int, costs: Costs | None = None) -> 
     return with_recomputation(plain, range(p - 1), costs or Costs.uniform(placement))
 
 
-@family(
-    'varuna',
-    summary='forwards run ahead until a gradient is near; then R and its backward',
-    bubble=Formula(
-        'at most mF + (p-1)(F+B+W) (F=B=W)',
-        lambda at: at.m * at.F + (at.p - 1) * at.S,
-        lambda at: at.equal,
-        at_most=True,
-    ),
-    memory=_ONE,
-    source='Varuna, arXiv 2111.04007, section 3',
-    min_ranks=2,
-    moves=True,
-)
 def varuna(num_ranks: int, num_microbatches: int, costs: Costs | None = None) -> Schedule:
     """Varuna's order: a backward first, R so that it ends as the gradient comes, else a forward.
 
@@ -94,7 +59,6 @@ def varuna(num_ranks: int, num_microbatches: int, costs: Costs | None = None) ->
 
     - Bubble: at most (p-1)(F+B+W), beside the mF of the forwards that run again.
     - Peak memory: one activation, and the inputs of up to m microbatches.
-    - When: to compare; `merak` is no slower here, and keeps fewer inputs.
     """
     p, m = num_ranks, num_microbatches
     graph = recompute(chain(p), range(p - 1))

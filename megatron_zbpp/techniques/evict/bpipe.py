@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.schedules.registry import Formula, Sizes, family
 from megatron_zbpp.techniques.evict.place import with_eviction
 from megatron_zbpp.techniques.slices.place import in_slices
 
@@ -16,19 +15,6 @@ def bound(num_ranks: int, num_slices: int = 1) -> float:
     return ((num_ranks + 3) // 2 + num_slices - 1) / num_slices
 
 
-def _most(at: Sizes) -> float:
-    return min(bound(at.p, at.n), at.m) if at.p > 1 else 1
-
-
-@family(
-    'bpipe',
-    summary='1F1B whose first ranks keep activations on the last ones, which have room',
-    bubble=Formula('(p-1)(F+B+W)', lambda at: (at.p - 1) * at.S),
-    memory=Formula('floor((p+3)/2)', _most, lambda at: at.n == 1, at_most=True),
-    source='BPipe, ICML 2023',
-    aliases=('memory-balanced-pipeline',),
-    moves=True,
-)
 def b_pipe(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
     """BPipe: of pairs (x, p-1-x) the first sends activations to the second, and takes them back.
 
@@ -42,9 +28,7 @@ def b_pipe(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Schedu
         rank 2   2F0   2F1   2BW0  2F2   2BW1  2F3   2BW2  2BW3
         rank 3   3F0   3BW0  3F1   3BW1  3F2   3BW2  3F3   3BW3
 
-    - Bubble: (p-1)(F+B+W), 1F1B's.
     - Peak memory: ceil((p+2)/2) activations on every rank, what it stores for its partner included.
-    - When: links within a pair are fast and memory is what limits; it promises no speed.
     """
     plain = in_slices('1f1b', num_ranks, num_microbatches, num_slices)
     limits = [bound(num_ranks, num_slices)] * num_ranks
