@@ -25,7 +25,7 @@ from megatron_zbpp.render.svg import svg
 from megatron_zbpp.render.text import timeline_text
 from megatron_zbpp.schedules import Family, own_families
 from megatron_zbpp.schedules.registry import MORE, PAPERS, RECOMMENDED, TIERS
-from megatron_zbpp.techniques.updates.steady_state import steady_state
+from megatron_zbpp.techniques.updates.versions import steady_state
 
 RANKS, MICROBATCHES = 4, 8
 PLANNER = 'pages/planner.html'  # where planner.md links to

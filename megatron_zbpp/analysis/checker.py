@@ -25,15 +25,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_zbpp.analysis import collector
 from megatron_zbpp.analysis.deadlock import DeadlockError
-from megatron_zbpp.analysis.lowering import lower
+from megatron_zbpp.analysis.lowering import gc_paused, lower
 from megatron_zbpp.analysis.memory import RESOLUTION, highest
-from megatron_zbpp.analysis.posting import LATE
-from megatron_zbpp.analysis.program import Program
+from megatron_zbpp.analysis.program import LATE, Program
 from megatron_zbpp.ir import Graph, Need, Pass, Schedule, Task
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.errors import ScheduleError
+from megatron_zbpp.ir.grid import ScheduleError
 
 __all__ = ['Checked', 'ScheduleError', 'check']
 
@@ -76,7 +74,7 @@ def check(
     trains = any(p.kind not in graph.evaluated for _, p in schedule)
     wanted = [task for task in graph.needs if trains or task.kind in graph.evaluated]
     costs = costs or Costs.uniform(schedule.placement)
-    with collector.held_off():
+    with gc_paused():
         for rank, tasks in enumerate(_by_rank(schedule, wanted)):
             _check_rank(schedule, rank, tasks)
         costs.require(schedule.placement)

@@ -9,7 +9,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from megatron_zbpp.analysis.checker import ScheduleError, check
-from megatron_zbpp.analysis.critical import critical_path
+from megatron_zbpp.analysis.gain import critical_path
 from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.cli import inputs
 from megatron_zbpp.cli.advising import rates_of
@@ -47,7 +47,7 @@ from megatron_zbpp.render.scene import number
 from megatron_zbpp.render.text import time_shown, timeline_text
 from megatron_zbpp.schedules import own_families
 from megatron_zbpp.schedules.registry import RECOMMENDED
-from megatron_zbpp.techniques.vocabulary.whole import WHOLE, has_shards
+from megatron_zbpp.techniques.vocabulary.place import WHOLE, has_shards
 
 
 def list_families(args: Namespace) -> None:

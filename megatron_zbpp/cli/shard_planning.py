@@ -34,10 +34,9 @@ from megatron_zbpp.render.scene import number
 from megatron_zbpp.schedules import find
 from megatron_zbpp.schedules.registry import Sizes
 from megatron_zbpp.techniques.composition import OUTPUT
-from megatron_zbpp.techniques.slices.balance import balanced
-from megatron_zbpp.techniques.slices.sizes import AUTO, sizes_of
+from megatron_zbpp.techniques.slices.sizes import AUTO, balanced, sizes_of
 from megatron_zbpp.techniques.vocabulary.graph import USUAL_SHARE, S, T
-from megatron_zbpp.techniques.vocabulary.hosts import HOSTS, hosts_of
+from megatron_zbpp.techniques.vocabulary.place import HOSTS, hosts_of
 
 _HARDLY = 0.01  # of a value: for less neither slices nor shards are worth their passes
 _WAYS = 0.5  # share of the time for named schedules, of which each way has an equal part

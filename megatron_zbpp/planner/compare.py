@@ -14,7 +14,7 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.plan_costs import joined
 from megatron_zbpp.ir.tables import FORMATS
 from megatron_zbpp.schedules import FAMILIES, build, find
-from megatron_zbpp.techniques.copies import with_copies
+from megatron_zbpp.techniques.base import with_copies
 
 
 class Row(NamedTuple):

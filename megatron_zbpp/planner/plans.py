@@ -18,11 +18,9 @@ from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner import cp_sat
 from megatron_zbpp.planner.budget import Budget, OnTime, always
-from megatron_zbpp.planner.cells import Joined, joined
-from megatron_zbpp.planner.grouped_orders import grouped
 from megatron_zbpp.planner.limits import Candidate, Graphs, Limit, activation_limits, with_room
-from megatron_zbpp.planner.named_schedules import Named, named
-from megatron_zbpp.planner.pattern import Pattern, dispatch
+from megatron_zbpp.planner.named_schedules import Joined, Named, joined, named
+from megatron_zbpp.planner.pattern import Pattern, dispatch, grouped
 from megatron_zbpp.planner.problem import EPSILON, OBJECTIVES, Problem
 from megatron_zbpp.planner.search import Search
 

@@ -15,8 +15,7 @@ from megatron_zbpp.ir.formats import MANY
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.render.colours import by_version, colour
 from megatron_zbpp.techniques.updates.graph import UPDATE
-from megatron_zbpp.techniques.updates.steady_state import steady_state
-from megatron_zbpp.techniques.updates.versions import forward_versions
+from megatron_zbpp.techniques.updates.versions import forward_versions, steady_state
 
 
 class Bar(NamedTuple):

@@ -130,7 +130,7 @@ def families(modules: set[str]) -> set[str]:
         ("build('zb-h1', 2, 4)", {'zb_h', 'catalogue.recommended'}),
         ("build('ZB_h1', 2, 4)", {'zb_h', 'catalogue.recommended'}),
         ("build('gpipe', 2, 4)", {'whole_backwards', 'catalogue.recommended', 'catalogue.more'}),
-        ("build('bpipe', 2, 4)", {'techniques.evict.bpipe', 'whole_backwards', *TABLES - PAPERS}),
+        ("build('bpipe', 2, 4)", {'techniques.evict.place', 'whole_backwards', *TABLES - PAPERS}),
         ("build('ZBVPP', 2, 4)", {'zb_v', *TABLES}),  # an alias
         ('FAMILIES', TABLES),
     ],

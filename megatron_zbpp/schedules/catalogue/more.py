@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_zbpp.schedules.catalogue.recommended import PIPE_OFFLOAD_BUBBLE
+from megatron_zbpp.schedules.catalogue.recommended import SLOTTED_BUBBLE
 from megatron_zbpp.schedules.construct.phases import even_groups
 from megatron_zbpp.schedules.registry import ANY, TWO, Family, Formula, Sizes
 
@@ -82,7 +82,7 @@ ROWS = (
     ),
     Family(
         'bpipe',
-        'techniques.evict.bpipe:b_pipe',
+        'techniques.evict.place:b_pipe',
         summary='1F1B whose first ranks keep activations on the last ones, which have room',
         bubble=Formula('(p-1)(F+B+W)', lambda at: (at.p - 1) * at.S),
         memory=Formula('floor((p+3)/2)', _bpipe_peak, lambda at: at.n == 1, at_most=True),
@@ -235,9 +235,9 @@ ROWS = (
     ),
     Family(
         'po-h',
-        'techniques.offload.po:po_h',
+        'techniques.offload.place:po_h',
         summary='PO with half of the chunks of each rank on the host between F and B',
-        bubble=PIPE_OFFLOAD_BUBBLE,
+        bubble=SLOTTED_BUBBLE,
         memory=Formula(
             'at most ((v+2)p/8 + 3)/v', lambda at: ((at.v + 2) * at.p / 8 + 3) / at.v, at_most=True
         ),
@@ -251,9 +251,9 @@ ROWS = (
     ),
     Family(
         'po-f',
-        'techniques.offload.po:po_f',
+        'techniques.offload.place:po_f',
         summary='PO with all that has the time on the host between F and B',
-        bubble=PIPE_OFFLOAD_BUBBLE,
+        bubble=SLOTTED_BUBBLE,
         memory=Formula('at most 4/v', lambda at: 4 / at.v, at_most=True),
         source='PipeOffload, arXiv 2503.01328',
         when=(

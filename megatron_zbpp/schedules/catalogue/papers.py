@@ -49,7 +49,7 @@ ROWS = (
     ),
     Family(
         'merak',
-        'techniques.recompute.orders:merak',
+        'techniques.recompute.place:merak',
         summary='1F1B that recomputes on all ranks but the last, one forward further ahead',
         bubble=Formula(
             'mF + (p-2)(F+B+W) (F=B=W, m >= p)',
@@ -69,7 +69,7 @@ ROWS = (
     ),
     Family(
         'varuna',
-        'techniques.recompute.orders:varuna',
+        'techniques.recompute.place:varuna',
         summary='forwards run ahead until a gradient is near; then R and its backward',
         bubble=Formula(
             'at most mF + (p-1)(F+B+W) (F=B=W)',

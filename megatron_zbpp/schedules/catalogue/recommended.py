@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_zbpp.schedules.construct.phases import even_groups
 from megatron_zbpp.schedules.registry import ANY, TWO, Family, Formula, Sizes
 
-PIPE_OFFLOAD_BUBBLE = Formula(
+SLOTTED_BUBBLE = Formula(
     'at most (p-1)(F+B+W)',
     lambda at: (at.p - 1) * at.S,
     lambda at: at.m >= 2 * at.p and at.equal,
@@ -172,7 +172,7 @@ ROWS = (
         'po',
         'pipe_offload:po',
         summary='interleaved with microbatches at equal distances: what PipeOffload moves out of',
-        bubble=PIPE_OFFLOAD_BUBBLE,
+        bubble=SLOTTED_BUBBLE,
         memory=Formula(
             'at most ((p+1)(v+1)/2 + v)/v',
             lambda at: ((at.p + 1) * (at.v + 1) / 2 + at.v) / at.v,

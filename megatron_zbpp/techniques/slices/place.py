@@ -18,7 +18,7 @@ from functools import partial
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import B, F, Pass, Schedule, W
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.errors import ScheduleError
+from megatron_zbpp.ir.grid import ScheduleError
 from megatron_zbpp.schedules import build, find
 from megatron_zbpp.techniques.slices.graph import sliced
 

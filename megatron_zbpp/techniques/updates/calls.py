@@ -17,8 +17,7 @@ from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.program import Instruction, Program, Receive, Send
 from megatron_zbpp.ir import F, Pass, Schedule
 from megatron_zbpp.techniques.updates.graph import UPDATE
-from megatron_zbpp.techniques.updates.steady_state import whole_calls
-from megatron_zbpp.techniques.updates.versions import updates_of
+from megatron_zbpp.techniques.updates.versions import updates_of, whole_calls
 
 _PROVEN = 4  # calls, of which the last three are equal
 

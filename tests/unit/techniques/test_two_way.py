@@ -9,10 +9,10 @@ import pytest
 from grids import grid
 
 from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.collectives import is_mirrored
 from megatron_zbpp.analysis.deadlock import Collective, DeadlockError, prove
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import peak
-from megatron_zbpp.analysis.mirrored import is_mirrored
 from megatron_zbpp.analysis.program import Instruction
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import F, Pass, Placement, Schedule

@@ -9,9 +9,9 @@ import pytest
 from vocabulary import split_1f1b
 
 from megatron_zbpp.analysis.checker import check
-from megatron_zbpp.analysis.critical import critical_path
 from megatron_zbpp.analysis.deadlock import DeadlockError, prove
 from megatron_zbpp.analysis.fit_costs import measured_costs, middle
+from megatron_zbpp.analysis.gain import critical_path
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import live
 from megatron_zbpp.analysis.program import Exchange, Receive, Send
@@ -22,9 +22,8 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques.slices.graph import sliced
-from megatron_zbpp.techniques.vocabulary.embedding import with_embedding
 from megatron_zbpp.techniques.vocabulary.graph import split_vocabulary
-from megatron_zbpp.techniques.vocabulary.place import with_shards
+from megatron_zbpp.techniques.vocabulary.place import with_embedding, with_shards
 
 
 def costs_of(p: int, **more) -> Costs:
