@@ -8,7 +8,7 @@ from math import inf
 from statistics import median
 from typing import NamedTuple
 
-from megatron_zbpp.ir import Pass, Schedule
+from megatron_zbpp.ir import Pass
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import BROADCAST
 from megatron_zbpp.ir.timeline import Timeline
@@ -128,17 +128,3 @@ def _bounds(timeline: Timeline) -> dict[_Key, tuple[float, float]]:
         if before in taken:
             taken[before] = min(start, taken[before])
     return {key: (end, taken[key]) for key, end in made.items() if key in taken}
-
-
-def is_mirrored(schedule: Schedule) -> bool:
-    """Return whether all ranks that hold the same stages run the same passes, microbatches apart.
-
-    Then collectives between the copies of a stage, in passes or when its gradients are complete,
-    come in one order on all their ranks. Where each stage is on one rank, there are none.
-    """
-    found: dict[tuple[int, ...], list[tuple[str, int, int]]] = {}
-    for rank, order in enumerate(schedule.passes):
-        own = [(p.kind, p.stage, p.slice) for p in order]
-        if found.setdefault(schedule.placement.stages(rank), own) != own:
-            return False
-    return True

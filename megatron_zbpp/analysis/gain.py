@@ -1,14 +1,13 @@
-"""Gain of a schedule over another one, and the causes of its idle time."""
+"""Gain of a schedule over another one, and the causes of its idle GPU time."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from math import fsum
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import Pass, Placement, Schedule
+from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.schedules import build, find
@@ -97,110 +96,3 @@ def gain_text(makespan: float, rival: float | None, name: str) -> str:
     if share is None:
         return ''
     return f', {abs(share):.1%} {"less" if share >= 0 else "more"} time than {name}'
-
-
-class Step(NamedTuple):
-    """One pass of a critical path, and what it waited for.
-
-    Attributes:
-        rank: where it ran.
-        ran: the pass.
-        start: of the pass.
-        end: of the pass.
-        waited: `start` for nothing, `rank` for the pass before it on its rank, `dependency` for a
-            pass that it needs, `communication` for a message that took `costs.edge`.
-        on: that pass, which is the step before; None at the start.
-    """
-
-    rank: int
-    ran: Pass
-    start: float
-    end: float
-    waited: str
-    on: Pass | None
-
-
-def critical_path(timeline: Timeline, costs: Costs) -> tuple[Step, ...]:
-    """Return the passes that set the makespan, first to last, each with what it waited for.
-
-    In a simulated timeline each step starts when the one before ends, plus `costs.travel` where it
-    waited for communication. In a measured one, what gaps remain is time that costs do not explain.
-    """
-    schedule = timeline.schedule
-    spans: dict[Pass, tuple[float, float]] = {}
-    previous: dict[Pass, Pass] = {}
-    for order, times in zip(schedule.passes, timeline.spans, strict=True):
-        spans.update(zip(order, times, strict=True))
-        previous.update(zip(order[1:], order[:-1], strict=True))
-    ran = max(spans, key=lambda p: spans[p][1], default=None)
-    steps: list[Step] = []
-    while ran is not None:
-        waited, on = _cause(ran, schedule, costs, spans, previous.get(ran))
-        rank = schedule.rank_of(ran)
-        steps.append(Step(rank, ran, *spans[ran], waited, on))
-        ran = on
-    return tuple(reversed(steps))
-
-
-def _cause(
-    p: Pass,
-    schedule: Schedule,
-    costs: Costs,
-    spans: dict[Pass, tuple[float, float]],
-    previous: Pass | None,
-) -> tuple[str, Pass | None]:
-    rank_of = schedule.rank_of
-    causes = [(spans[previous][1], 'rank', previous)] if previous else []
-    for need, q in schedule.needs(p):
-        ranks, stages = (rank_of(q), rank_of(p)), (q.stage, p.stage)
-        edge = costs.travel(schedule.graph, need.message, ranks, stages) if need.message else 0.0
-        waited = 'communication' if edge else 'dependency'
-        causes.append((spans[q][1] + edge, waited, q))
-    if not causes:
-        return 'start', None
-    _, waited, on = max(causes, key=itemgetter(0))  # of equals the first: its own rank
-    return waited, on
-
-
-class Gap(NamedTuple):
-    """A time in which a rank runs no pass.
-
-    Attributes:
-        rank: that waits.
-        start: of the gap, from the start of the batch.
-        length: in the unit of the costs.
-        before: the pass that ends at its start; None: the batch begins.
-        after: the pass that starts at its end; None: the batch ends.
-    """
-
-    rank: int
-    start: float
-    length: float
-    before: Pass | None
-    after: Pass | None
-
-    @property
-    def where(self) -> str:
-        """The part of the batch: 'start', 'inside' or 'end'."""
-        return 'start' if self.before is None else 'end' if self.after is None else 'inside'
-
-
-def gaps(timeline: Timeline, least: float = 0.0) -> list[Gap]:
-    """Return the gaps of all ranks longer than `least`, each rank's in order of time.
-
-    Args:
-        timeline: simulated or measured.
-        least: of no interest are gaps that are no longer.
-    """
-    spans = [span for own in timeline.spans for span in own]
-    start, end = min(span[0] for span in spans), max(span[1] for span in spans)
-    found: list[Gap] = []
-    for rank, (order, own) in enumerate(zip(timeline.schedule.passes, timeline.spans, strict=True)):
-        ran = sorted(zip(own, order, strict=True), key=lambda entry: entry[0])
-        clock, before = start, None
-        for (begin, done), p in ran:
-            found.append(Gap(rank, clock - start, begin - clock, before, p))
-            if done >= clock:
-                clock, before = done, p
-        found.append(Gap(rank, clock - start, end - clock, before, None))
-    return [gap for gap in found if gap.length > max(least, 1e-9)]

@@ -34,7 +34,8 @@ from megatron_zbpp.render.scene import number
 from megatron_zbpp.schedules import find
 from megatron_zbpp.schedules.registry import Sizes
 from megatron_zbpp.techniques.composition import OUTPUT
-from megatron_zbpp.techniques.slices.sizes import AUTO, balanced, sizes_of
+from megatron_zbpp.techniques.slices.balance import balanced
+from megatron_zbpp.techniques.slices.sizes import AUTO, sizes_of
 from megatron_zbpp.techniques.vocabulary.graph import USUAL_SHARE, S, T
 from megatron_zbpp.techniques.vocabulary.place import HOSTS, hosts_of
 

@@ -10,14 +10,12 @@ from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.fitting import fit_attention
 from megatron_zbpp.techniques.composition import techniques_of
-from megatron_zbpp.techniques.slices.graph import Slicing, exchanged, exchanging_context, sized
+from megatron_zbpp.techniques.slices.balance import Attention, balanced, exchanged, in_parts
+from megatron_zbpp.techniques.slices.graph import Slicing, exchanging_context, sized
 from megatron_zbpp.techniques.slices.sizes import (
     AUTO,
-    Attention,
     Slices,
     ToFind,
-    balanced,
-    in_parts,
     number_of,
     sizes_of,
     slices_of,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from megatron_zbpp.analysis.checker import check
-from megatron_zbpp.analysis.collectives import is_mirrored
+from megatron_zbpp.analysis.checker import check, is_mirrored
 from megatron_zbpp.analysis.program import BY_TAKER, LATE
 from megatron_zbpp.analysis.run_ahead import passes_ahead
 from megatron_zbpp.guests.base import Guest

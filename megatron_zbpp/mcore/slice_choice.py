@@ -22,15 +22,9 @@ from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.partitioning.shapes import Shape, attention_of
 from megatron_zbpp.planner.slice_counts import Count, doubled, fewest
+from megatron_zbpp.techniques.slices.balance import TILE, Attention, balanced, in_parts
 from megatron_zbpp.techniques.slices.place import in_slices
-from megatron_zbpp.techniques.slices.sizes import (
-    TILE,
-    Attention,
-    ToFind,
-    balanced,
-    in_parts,
-    sizes_of,
-)
+from megatron_zbpp.techniques.slices.sizes import ToFind, sizes_of
 
 _HARDLY = 0.01  # of the makespan the busiest rank idles: more slices cannot gain more
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from megatron_zbpp.ir import B, F, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.layers import KINDS, Layer, Layers
-from megatron_zbpp.techniques.slices.sizes import Attention
+from megatron_zbpp.techniques.slices.balance import Attention
 
 _ROUNDS = 20_000
 _TIMED = {'forward': F, 'backward': B, 'weight': W}  # fields of a layer, by kind

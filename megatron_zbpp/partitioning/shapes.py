@@ -16,7 +16,7 @@ from math import isfinite
 
 from megatron_zbpp.partitioning.fitting import fit_attention
 from megatron_zbpp.partitioning.layers import Layer, Layers
-from megatron_zbpp.techniques.slices.sizes import Attention
+from megatron_zbpp.techniques.slices.balance import Attention
 
 MODELS = ('gpt', 'llama', 'mla', 'moe', 'hybrid')
 # fields that some models only have

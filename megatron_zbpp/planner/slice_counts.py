@@ -15,8 +15,8 @@ from megatron_zbpp.planner.limits import Candidate, Limit, activation_limits, wi
 from megatron_zbpp.planner.named_schedules import named
 from megatron_zbpp.planner.plans import is_small
 from megatron_zbpp.planner.problem import Problem
+from megatron_zbpp.techniques.slices.balance import Attention, balanced, in_parts
 from megatron_zbpp.techniques.slices.graph import Slicing
-from megatron_zbpp.techniques.slices.sizes import Attention, balanced, in_parts
 
 _HARDLY = 0.01  # of a value
 _MOST_PASSES = 200_000

@@ -17,9 +17,9 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner.actions import plan_within
 from megatron_zbpp.techniques.base import with_copies
 from megatron_zbpp.techniques.evict.place import with_eviction
+from megatron_zbpp.techniques.slices.balance import Attention, in_parts
 from megatron_zbpp.techniques.slices.graph import Slicing, sized
 from megatron_zbpp.techniques.slices.place import in_slices
-from megatron_zbpp.techniques.slices.sizes import Attention, in_parts
 
 SLICES = 4
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from math import fsum, sqrt
+from itertools import accumulate
 from typing import cast
 
-from megatron_zbpp.ir import B, F, W
-from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import Graph
 
 AUTO, BALANCED = 'auto', 'balanced'
@@ -129,93 +126,3 @@ def _given(sizes: tuple[int, ...], length: int, multiple: int) -> tuple[int, ...
 
 def _in_multiples(multiple: int) -> str:
     return f' among {multiple} ranks of tensor parallelism' if multiple > 1 else ''
-
-
-TILE = 128  # kernels work in tiles of so many tokens
-_BACKWARD = 2.5  # forwards of attention that its backward takes
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Parts of the time of F of a whole sequence.
-
-    Attributes:
-        share: of its time, attention over pairs of tokens; 0 where no layer attends to the whole
-            sequence.
-        fixed: time of a pass however short its slice, in times of F of a whole sequence.
-    """
-
-    share: float = 0.0
-    fixed: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not (min(self.share, self.fixed) >= 0 and self.share + self.fixed <= 1):
-            raise ValueError(
-                f'attention takes {self.share:g} of F beside {self.fixed:g} that is fixed: give '
-                'a share from 0 to 1'
-            )
-
-    def of(self, kind: str) -> tuple[float, float, float]:
-        """Return of what passes of a kind are made: what is fixed, of tokens, and of pairs of them.
-
-        They sum to 1. W has no pairs, as attention has no weights.
-        """
-        pairs = self.share * {B: _BACKWARD, W: 0.0}.get(kind, 1.0)
-        whole = 1 - self.share + pairs
-        if not whole:
-            return 0.0, 1.0, 0.0
-        return self.fixed / whole, (1 - self.share - self.fixed) / whole, pairs / whole
-
-
-def balanced(
-    slices: int, length: int, attention: Attention, costs: Costs, multiple: int = TILE
-) -> tuple[int, ...]:
-    """Return the tokens of slices whose F, B and W take the same time together.
-
-    Args:
-        slices: n.
-        length: tokens of a sequence.
-        attention: what F is made of.
-        costs: of whole sequences, whose F, B and W are weighed.
-        multiple: of which sizes are; the last slice takes what is left.
-
-    Raises:
-        ValueError: there would be slices without tokens.
-    """
-    made = [(fsum(costs.times[kind]), attention.of(kind)) for kind in (F, B, W)]
-    linear, pairs = (fsum(time * own[k] for time, own in made) for k in (1, 2))
-    if not linear + pairs:
-        linear = 1.0
-    # where linear x + pairs x^2 is k / n of the whole, without a difference of like numbers
-    ends = (k / slices * (linear + pairs) for k in range(1, slices))
-    cuts = [0.0, *(2 * end / (linear + sqrt(linear**2 + 4 * pairs * end)) for end in ends)]
-    tokens = (*(round(cut * length / multiple) * multiple for cut in cuts), length)
-    sizes = tuple(after - before for before, after in pairwise(tokens))
-    if min(sizes) < 1:
-        raise ValueError(
-            f'slices: {slices} are too many for balanced slices of {length} tokens in multiples of '
-            f'{multiple}: give fewer'
-        )
-    return sizes
-
-
-def in_parts(costs: Costs, sizes: Sequence[int], attention: Attention) -> Costs:
-    """Return costs with what each slice takes of them; what they say of slices themselves stays.
-
-    Args:
-        costs: of whole sequences.
-        sizes: tokens of each slice, or their shares.
-        attention: what F is made of.
-    """
-    length = sum(sizes)
-    cuts = [end / length for end in accumulate(sizes, initial=0)]
-    tokens = [b - a for a, b in pairwise(cuts)]
-    pairs = [b**2 - a**2 for a, b in pairwise(cuts)]
-
-    def shares(kind: str) -> tuple[float, ...]:
-        fixed, linear, of_pairs = attention.of(kind)
-        return tuple(fixed + linear * t + of_pairs * q for t, q in zip(tokens, pairs, strict=True))
-
-    parts = {'activation': tuple(tokens), **{kind: shares(kind) for kind in (F, B, W)}}
-    made = {name: (own,) * costs.num_stages for name, own in parts.items()}
-    return costs.with_parts(**{**made, **costs.parts})

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import in_flight
 
-from megatron_zbpp.analysis.checker import check
-from megatron_zbpp.analysis.collectives import is_mirrored
+from megatron_zbpp.analysis.checker import check, is_mirrored
 from megatron_zbpp.analysis.evaluation import evaluation
 from megatron_zbpp.analysis.lowering import lower, usual_costs
 from megatron_zbpp.analysis.simulator import simulate

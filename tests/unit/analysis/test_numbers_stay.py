@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from stays import digits
 
+from megatron_zbpp.analysis.critical import critical_path, gaps
 from megatron_zbpp.analysis.fit_costs import fit, full_rank, measured_costs, middle, with_bytes
-from megatron_zbpp.analysis.gain import critical_path, gaps
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import begun, highest, live, peak, stored
 from megatron_zbpp.analysis.program import EARLY, LATE, LATEST

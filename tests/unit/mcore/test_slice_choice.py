@@ -14,9 +14,10 @@ from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.mcore.slice_choice import settled, shape_of
 from megatron_zbpp.partitioning.shapes import Shape, attention_of
+from megatron_zbpp.techniques.slices.balance import Attention, balanced
 from megatron_zbpp.techniques.slices.graph import sized
 from megatron_zbpp.techniques.slices.place import in_slices
-from megatron_zbpp.techniques.slices.sizes import Attention, ToFind, balanced
+from megatron_zbpp.techniques.slices.sizes import ToFind
 
 SEQ = 65536
 SHAPE = Shape('llama', 32, 4096, 32, 1, SEQ, 1.0, ffn=10880, groups=8, head_dim=128)

@@ -15,8 +15,8 @@ from megatron_zbpp.ir import Placement
 from megatron_zbpp.planner.actions import plan_within
 from megatron_zbpp.planner.named_schedules import named
 from megatron_zbpp.planner.problem import Problem
+from megatron_zbpp.techniques.slices.balance import Attention, in_parts
 from megatron_zbpp.techniques.slices.graph import Slicing
-from megatron_zbpp.techniques.slices.sizes import Attention, in_parts
 
 SIZES = (7, 5, 4)
 LEAST = 1.2  # a microbatch on a rank, with keys, values and their gradients

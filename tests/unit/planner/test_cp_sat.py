@@ -20,8 +20,8 @@ from megatron_zbpp.planner.limits import same_limits
 from megatron_zbpp.planner.lower_bounds import lower_bound
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.planner.problem import Problem
+from megatron_zbpp.techniques.slices.balance import Attention, in_parts
 from megatron_zbpp.techniques.slices.graph import Slicing
-from megatron_zbpp.techniques.slices.sizes import Attention, in_parts
 
 PLACEMENT, M = Placement.loop(2), 3
 # One microbatch after the other: possible under any limit, and far from the best.

@@ -30,7 +30,7 @@ from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.planner.slice_counts import slice_counts
 from megatron_zbpp.schedules import build
-from megatron_zbpp.techniques.slices.sizes import Attention
+from megatron_zbpp.techniques.slices.balance import Attention
 
 P, M = 4, 24
 INIT = budget.Budget.__init__  # by which the clock counts, as it does not in other tests

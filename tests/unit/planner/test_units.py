@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_zbpp.analysis.critical import critical_path, gaps
 from megatron_zbpp.analysis.fit_costs import fit
-from megatron_zbpp.analysis.gain import critical_path, gaps
 from megatron_zbpp.analysis.memory import highest, peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Placement, Schedule

@@ -13,14 +13,15 @@ from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.schedules import build
-from megatron_zbpp.techniques.slices.graph import (
+from megatron_zbpp.techniques.slices.balance import (
+    Attention,
+    balanced,
     exchanged,
-    exchanging_context,
+    in_parts,
     loads,
     moves,
-    of_one_slice,
 )
-from megatron_zbpp.techniques.slices.sizes import Attention, balanced, in_parts
+from megatron_zbpp.techniques.slices.graph import exchanging_context, of_one_slice
 
 
 @pytest.mark.parametrize(('p', 'n'), [(2, 2), (4, 4), (4, 8), (8, 8), (3, 7), (4, 2)])

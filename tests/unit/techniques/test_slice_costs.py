@@ -22,9 +22,10 @@ from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques.offload.graph import offload
 from megatron_zbpp.techniques.recompute.graph import recompute
+from megatron_zbpp.techniques.slices.balance import TILE, Attention, balanced, in_parts
 from megatron_zbpp.techniques.slices.graph import Slicing, sized, sliced
 from megatron_zbpp.techniques.slices.place import in_slices
-from megatron_zbpp.techniques.slices.sizes import TILE, Attention, balanced, in_parts, sizes_of
+from megatron_zbpp.techniques.slices.sizes import sizes_of
 
 LONG = 2**20  # tokens: rounding to one of them does not show
 

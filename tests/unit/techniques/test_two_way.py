@@ -8,8 +8,7 @@ from itertools import product
 import pytest
 from grids import grid
 
-from megatron_zbpp.analysis.checker import check
-from megatron_zbpp.analysis.collectives import is_mirrored
+from megatron_zbpp.analysis.checker import check, is_mirrored
 from megatron_zbpp.analysis.deadlock import Collective, DeadlockError, prove
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import peak

@@ -9,9 +9,9 @@ import pytest
 from vocabulary import split_1f1b
 
 from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.critical import critical_path
 from megatron_zbpp.analysis.deadlock import DeadlockError, prove
 from megatron_zbpp.analysis.fit_costs import measured_costs, middle
-from megatron_zbpp.analysis.gain import critical_path
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import live
 from megatron_zbpp.analysis.program import Exchange, Receive, Send

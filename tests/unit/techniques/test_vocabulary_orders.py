@@ -21,8 +21,8 @@ from megatron_zbpp.schedules import Sizes, build, find, names
 from megatron_zbpp.techniques.base import with_copies
 from megatron_zbpp.techniques.offload.place import offloaded
 from megatron_zbpp.techniques.recompute.place import recomputed
+from megatron_zbpp.techniques.slices.balance import Attention, balanced, in_parts
 from megatron_zbpp.techniques.slices.place import in_slices
-from megatron_zbpp.techniques.slices.sizes import Attention, balanced, in_parts
 from megatron_zbpp.techniques.vocabulary import place
 from megatron_zbpp.techniques.vocabulary.graph import S, T
 from megatron_zbpp.techniques.vocabulary.place import (
