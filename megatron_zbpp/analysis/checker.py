@@ -38,15 +38,10 @@ __all__ = ['Checked', 'ScheduleError', 'check']
 
 @dataclass(frozen=True, eq=False)
 class Checked:
-    """A schedule that may run.
+    """A schedule that may run."""
 
-    Attributes:
-        schedule: as it was checked.
-        programs: that the runtime issues on each rank, proven.
-    """
-
-    schedule: Schedule
-    programs: tuple[Program, ...]
+    schedule: Schedule  # as it was checked
+    programs: tuple[Program, ...]  # that the runtime issues on each rank, proven
 
 
 def check(
@@ -126,14 +121,10 @@ class _Done(NamedTuple):
 
 
 class _Turn(NamedTuple):
-    """Effects of the passes of one kind, stage and slice on a rank, and what must come before them.
+    """Effects of the passes of one kind, stage and slice on a rank, and their dependencies."""
 
-    Attributes:
-        does: each task.
-        after: each need of its own stage with the microbatches that are done there.
-    """
-
-    does: tuple[_Done, ...]
+    does: tuple[_Done, ...]  # each task
+    # each need of its own stage with the microbatches that are done there
     after: tuple[tuple[Need, set[int]], ...]
 
 

@@ -11,24 +11,16 @@ from megatron_zbpp.ir.timeline import Timeline
 
 
 class Step(NamedTuple):
-    """One pass of a critical path, and what it waited for.
+    """One pass of a critical path, and what it waited for."""
 
-    Attributes:
-        rank: where it ran.
-        ran: the pass.
-        start: of the pass.
-        end: of the pass.
-        waited: `start` for nothing, `rank` for the pass before it on its rank, `dependency` for a
-            pass that it needs, `communication` for a message that took `costs.edge`.
-        on: that pass, which is the step before; None at the start.
-    """
-
-    rank: int
-    ran: Pass
-    start: float
-    end: float
+    rank: int  # where it ran
+    ran: Pass  # the pass
+    start: float  # of the pass
+    end: float  # of the pass
+    # `start` for nothing, `rank` for the pass before it on its rank, `dependency` for a pass that
+    # it needs, `communication` for a message that took `costs.edge`
     waited: str
-    on: Pass | None
+    on: Pass | None  # that pass, which is the step before; None at the start
 
 
 def critical_path(timeline: Timeline, costs: Costs) -> tuple[Step, ...]:
@@ -74,21 +66,13 @@ def _cause(
 
 
 class Gap(NamedTuple):
-    """A time in which a rank runs no pass.
+    """A time in which a rank runs no pass."""
 
-    Attributes:
-        rank: that waits.
-        start: of the gap, from the start of the batch.
-        length: in the unit of the costs.
-        before: the pass that ends at its start; None: the batch begins.
-        after: the pass that starts at its end; None: the batch ends.
-    """
-
-    rank: int
-    start: float
-    length: float
-    before: Pass | None
-    after: Pass | None
+    rank: int  # that waits
+    start: float  # of the gap, from the start of the batch
+    length: float  # in the unit of the costs
+    before: Pass | None  # the pass that ends at its start; None: the batch begins
+    after: Pass | None  # the pass that starts at its end; None: the batch ends
 
     @property
     def where(self) -> str:

@@ -16,17 +16,11 @@ RIVAL = '1f1b'  # what gains are told against, where nothing else is asked for
 
 
 class Idle(NamedTuple):
-    """Shares of all ranks' time, first start to last end, in which no pass computes.
+    """Shares of all ranks' time, first start to last end, in which no pass computes."""
 
-    Attributes:
-        schedule: even the busiest rank waits, for no message.
-        uneven_stages: other ranks have less to do than the busiest.
-        messages: more, as messages take time.
-    """
-
-    schedule: float
-    uneven_stages: float
-    messages: float
+    schedule: float  # even the busiest rank waits, for no message
+    uneven_stages: float  # other ranks have less to do than the busiest
+    messages: float  # more, as messages take time
 
 
 def idle_parts(timeline: Timeline, costs: Costs) -> Idle:

@@ -57,17 +57,11 @@ def stored(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
 
 
 class Lifetime(NamedTuple):
-    """Places in the order of a rank between which an activation is saved.
+    """Places in the order of a rank between which an activation is saved."""
 
-    Attributes:
-        forward: that saves it.
-        first: place of the forward.
-        last: place of the pass that takes it: B, or R where that comes first.
-    """
-
-    forward: Pass
-    first: int
-    last: int
+    forward: Pass  # that saves it
+    first: int  # place of the forward
+    last: int  # place of the pass that takes it: B, or R where that comes first
 
 
 def lifetimes(

@@ -28,24 +28,18 @@ class Send(NamedTuple):
     """Send what `producer`, which has just ended on this rank, made for `consumer` on `peer`.
 
     It has ended by itself, or together with others (`Join`).
-
-    Attributes:
-        producer: of this rank.
-        consumer: of `peer`.
-        peer: that takes it.
-        under_way: how many sends to `peer` may not have come, this one included: that the older
-            ones have, shows in what this rank has taken from `peer` since.
-        saved: whether it is no message of the pipeline, but what a forward has saved, on its way to
-            the partner or back: that has connections of its own.
-        message: its name, as in `ir.graph.Need`; empty for what was saved.
     """
 
-    producer: Pass
-    consumer: Pass
-    peer: int
+    producer: Pass  # of this rank
+    consumer: Pass  # of `peer`
+    peer: int  # that takes it
+    # how many sends to `peer` may not have come, this one included: that the older ones have, shows
+    # in what this rank has taken from `peer` since
     under_way: int = 1
+    # whether it is no message of the pipeline, but what a forward has saved, on its way to the
+    # partner or back: that has connections of its own
     saved: bool = False
-    message: str = ''
+    message: str = ''  # its name, as in `ir.graph.Need`; empty for what was saved
 
     def __str__(self) -> str:
         if self.saved:
@@ -54,21 +48,14 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Post the receive of what `producer` makes on `peer`, for a later pass of this rank.
+    """Post the receive of what `producer` makes on `peer`, for a later pass of this rank."""
 
-    Attributes:
-        producer: of `peer`; of what was saved, the forward.
-        consumer: of this rank; of what comes to be kept for `peer`, the pass that frees it there.
-        peer: that sends it.
-        saved: as of the send.
-        message: as of the send.
-    """
-
-    producer: Pass
+    producer: Pass  # of `peer`; of what was saved, the forward
+    # of this rank; of what comes to be kept for `peer`, the pass that frees it there
     consumer: Pass
-    peer: int
-    saved: bool = False
-    message: str = ''
+    peer: int  # that sends it
+    saved: bool = False  # as of the send
+    message: str = ''  # as of the send
 
     def __str__(self) -> str:
         if self.saved:
@@ -77,17 +64,11 @@ class Receive(NamedTuple):
 
 
 class Hand(NamedTuple):
-    """Keep what `producer`, which has just ended, made for `consumer` of this same rank.
+    """Keep what `producer`, which has just ended, made for `consumer` of this same rank."""
 
-    Attributes:
-        producer: of the message.
-        consumer: of the same rank.
-        message: its name, as of a send.
-    """
-
-    producer: Pass
-    consumer: Pass
-    message: str = ''
+    producer: Pass  # of the message
+    consumer: Pass  # of the same rank
+    message: str = ''  # its name, as of a send
 
     def __str__(self) -> str:
         return f'hand(to {self.consumer})'
@@ -97,22 +78,14 @@ class Exchange(NamedTuple):
     """Enter a collective of all ranks; nobody waits for it here, but at the passes that take it.
 
     It is equal on all ranks.
-
-    Attributes:
-        operation: as in `ir.graph.Collective`.
-        message: its name, as in `ir.graph.Need`.
-        root: the rank that broadcasts, or to which is reduced; None: there is none.
-        producers: passes that make what is exchanged, by rank; of a broadcast, one.
-        consumers: passes that take the result, by rank; of a reduction, one.
-        after: the message of the same producers whose result they contribute with, or ''.
     """
 
-    operation: str
-    message: str
-    root: int | None
-    producers: tuple[Pass, ...]
-    consumers: tuple[Pass, ...]
-    after: str = ''
+    operation: str  # as in `ir.graph.Collective`
+    message: str  # its name, as in `ir.graph.Need`
+    root: int | None  # the rank that broadcasts, or to which is reduced; None: there is none
+    producers: tuple[Pass, ...]  # passes that make what is exchanged, by rank; of a broadcast, one
+    consumers: tuple[Pass, ...]  # passes that take the result, by rank; of a reduction, one
+    after: str = ''  # the message of the same producers whose result they contribute with, or ''
 
     def __str__(self) -> str:
         return f'{self.operation}({self.message} for {self.consumers[0]})'

@@ -112,22 +112,15 @@ UNITS = Units()
 
 @dataclass(frozen=True)
 class PlanFile:
-    """The content of a schedule's or a plan's file, for the training that runs it.
+    """The content of a schedule's or a plan's file, for the training that runs it."""
 
-    Attributes:
-        schedule: passes of each rank, with the costs for which it was planned.
-        layout: of the layers, as text such as Ett|ttL, from `zbpp partition`; None: it has none.
-        selective: whether it is for a run with Megatron's selective recomputation.
-        units: of the costs.
-        lacks: note to the user, where a plan of an older release has no costs; else empty.
-        fields: all that the plan's file has, as JSON; empty: it is the file of a schedule.
-    """
-
-    schedule: Schedule
+    schedule: Schedule  # passes of each rank, with the costs for which it was planned
+    # of the layers, as text such as Ett|ttL, from `zbpp partition`; None: it has none
     layout: str | None = None
-    selective: bool = False
-    units: Units = UNITS
-    lacks: str = ''
+    selective: bool = False  # whether it is for a run with Megatron's selective recomputation
+    units: Units = UNITS  # of the costs
+    lacks: str = ''  # note to the user, where a plan of an older release has no costs; else empty
+    # all that the plan's file has, as JSON; empty: it is the file of a schedule
     fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 

@@ -57,25 +57,15 @@ State = tuple[str, ...]  # per stage, what is done with its activations
 
 @dataclass(frozen=True)
 class Rated:
-    """A schedule with actions, and how good it is.
+    """A schedule with actions, and how good it is."""
 
-    Attributes:
-        excess: what ranks hold above their limits, in all.
-        value: what it takes by the objective.
-        schedule: with its passes that move or make again.
-        base: without.
-        state: the actions; empty: all are kept, but for what the base itself does.
-        name: of the family, where it is as that has it.
-        candidate: number of its placement.
-    """
-
-    excess: float
-    value: float
-    schedule: Schedule
-    base: Schedule
-    state: State
-    name: str | None
-    candidate: int
+    excess: float  # what ranks hold above their limits, in all
+    value: float  # what it takes by the objective
+    schedule: Schedule  # with its passes that move or make again
+    base: Schedule  # without
+    state: State  # the actions; empty: all are kept, but for what the base itself does
+    name: str | None  # of the family, where it is as that has it
+    candidate: int  # number of its placement
 
     @property
     def rank(self) -> tuple[float, float]:

@@ -42,27 +42,17 @@ _PATIENCE = (0.0, 0.0, 0.2, 0.3, 0.5, 0.6, 0.8, 1.0)
 
 @dataclass(frozen=True)
 class Pattern:
-    """Due times of passes, in units of the busiest rank's work for one microbatch.
+    """Due times of passes, in units of the busiest rank's work for one microbatch."""
 
-    Attributes:
-        down: per chunk, stage to stage time of F, as a multiple of F and its edge.
-        up: the same of B.
-        turn: from the last stage's F to its B.
-        delay: from a B to its W.
-        interval: from one microbatch to the next.
-        lead: how long before it is due an F may start; others may at any time.
-        patience: share of a pass's time for which its rank rather waits for one that is due before.
-        nudges: added to the time of each queue.
-    """
-
-    down: tuple[float, ...]
-    up: tuple[float, ...]
-    turn: float
-    delay: float
-    interval: float
-    lead: float
+    down: tuple[float, ...]  # per chunk, stage to stage time of F, as a multiple of F and its edge
+    up: tuple[float, ...]  # the same of B
+    turn: float  # from the last stage's F to its B
+    delay: float  # from a B to its W
+    interval: float  # from one microbatch to the next
+    lead: float  # how long before it is due an F may start; others may at any time
+    # share of a pass's time for which its rank rather waits for one that is due before
     patience: float
-    nudges: tuple[float, ...]
+    nudges: tuple[float, ...]  # added to the time of each queue
 
     @classmethod
     def random(cls, problem: Problem, rng: Random) -> Pattern:
@@ -278,17 +268,11 @@ _KEPT = 3
 
 @dataclass(frozen=True)
 class _Grouping:
-    """The parameters of one schedule of the family.
+    """The parameters of one schedule of the family."""
 
-    Attributes:
-        size: of the largest group.
-        ahead: further forwards in the warm-up for each rank below.
-        defer: Bs without a W for each rank above.
-    """
-
-    size: int
-    ahead: float
-    defer: float
+    size: int  # of the largest group
+    ahead: float  # further forwards in the warm-up for each rank below
+    defer: float  # Bs without a W for each rank above
 
     def orders(self, problem: Problem) -> Orders:
         placement, m = problem.placement, problem.num_microbatches

@@ -35,25 +35,16 @@ _CELLS = 10  # times that, where costs say what forwards and backwards take that
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule that was searched for.
+    """A schedule that was searched for."""
 
-    Attributes:
-        schedule: checked.
-        costs: that it was planned for.
-        objective: 'makespan' or 'window'.
-        value: what it takes by `objective`, in the unit of `costs`.
-        lower_bound: no schedule on the allowed placements takes less.
-        best_named: the best named schedule that fits, and its value; None if none fits.
-        repeats: whether the same inputs give the same plan again; not if the clock cut it short.
-    """
-
-    schedule: Schedule
-    costs: Costs
-    objective: str
-    value: float
-    lower_bound: float
+    schedule: Schedule  # checked
+    costs: Costs  # that it was planned for
+    objective: str  # 'makespan' or 'window'
+    value: float  # what it takes by `objective`, in the unit of `costs`
+    lower_bound: float  # no schedule on the allowed placements takes less
+    # the best named schedule that fits, and its value; None if none fits
     best_named: tuple[str, float] | None
-    repeats: bool
+    repeats: bool  # whether the same inputs give the same plan again; not if the clock cut it short
 
     @property
     def gap(self) -> float:

@@ -18,15 +18,10 @@ from megatron_zbpp.render.text import timeline_text
 
 @dataclass(frozen=True)
 class Drawing:
-    """A schedule as simulated by its costs.
+    """A schedule as simulated by its costs."""
 
-    Attributes:
-        timeline: simulated.
-        costs: by which it was.
-    """
-
-    timeline: Timeline
-    costs: Costs
+    timeline: Timeline  # simulated
+    costs: Costs  # by which it was
 
     def __str__(self) -> str:
         """Draw it in letters, as `zbpp show` does."""

@@ -34,20 +34,14 @@ def equal_costs(placement: Placement) -> Costs:
 
 
 class _Step(NamedTuple):
-    """The effects of a pass of one kind and stage, whatever its microbatch.
+    """The effects of a pass of one kind and stage, whatever its microbatch."""
 
-    Attributes:
-        needs: rows of the graph that must have ended, of the same microbatch, and how long what
-            they send is on its way.
-        rows: that it ends.
-        duration: of it.
-        change: of what its rank holds.
-    """
-
+    # rows of the graph that must have ended, of the same microbatch, and how long what they send is
+    # on its way
     needs: tuple[tuple[int, float], ...]
-    rows: tuple[int, ...]
-    duration: float
-    change: float
+    rows: tuple[int, ...]  # that it ends
+    duration: float  # of it
+    change: float  # of what its rank holds
 
 
 def _steps(placement: Placement, costs: Costs, graph: Graph) -> dict[str, list[_Step]]:

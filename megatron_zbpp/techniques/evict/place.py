@@ -72,17 +72,11 @@ def with_eviction(
 
 
 class _Life(NamedTuple):
-    """The life of an activation: between two places of `_Order.units`.
+    """The life of an activation: between two places of `_Order.units`."""
 
-    Attributes:
-        first: of its F.
-        last: of the pass that takes it: B, or R where that comes first.
-        amount: of memory.
-    """
-
-    first: int
-    last: int
-    amount: float
+    first: int  # of its F
+    last: int  # of the pass that takes it: B, or R where that comes first
+    amount: float  # of memory
 
     @property
     def away(self) -> range:

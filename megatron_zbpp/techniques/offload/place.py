@@ -33,15 +33,10 @@ _SLACK = 1e-9  # of times that were added up
 
 @dataclass(frozen=True)
 class Comb:
-    """Slots of one length: one out, one in, and so on.
+    """Slots of one length: one out, one in, and so on."""
 
-    Attributes:
-        origin: where the first, one out, begins.
-        length: of a slot: one way of one activation.
-    """
-
-    origin: float
-    length: float
+    origin: float  # where the first, one out, begins
+    length: float  # of a slot: one way of one activation
 
     def out(self, at: int) -> Span:
         """Return the slot out of that number."""

@@ -23,16 +23,11 @@ _BACKWARD = 2.5  # forwards of attention that its backward takes
 
 @dataclass(frozen=True)
 class Attention:
-    """Parts of the time of F of a whole sequence.
+    """Parts of the time of F of a whole sequence."""
 
-    Attributes:
-        share: of its time, attention over pairs of tokens; 0 where no layer attends to the whole
-            sequence.
-        fixed: time of a pass however short its slice, in times of F of a whole sequence.
-    """
-
+    # of its time, attention over pairs of tokens; 0 where no layer attends to the whole sequence
     share: float = 0.0
-    fixed: float = 0.0
+    fixed: float = 0.0  # time of a pass however short its slice, in times of F of a whole sequence
 
     def __post_init__(self) -> None:
         if not (min(self.share, self.fixed) >= 0 and self.share + self.fixed <= 1):

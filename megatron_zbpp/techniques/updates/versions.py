@@ -119,21 +119,13 @@ def _require(schedule: Schedule) -> Updates:
 
 @dataclass(frozen=True)
 class SteadyState:
-    """A call of a schedule once the pipeline is full.
+    """A call of a schedule once the pipeline is full."""
 
-    Attributes:
-        num_microbatches: of a call.
-        period: time of a call.
-        bubble: share of it in which even the busiest rank idles.
-        weight_copies: by stage, at most.
-        delays: by stage, steps.
-    """
-
-    num_microbatches: int
-    period: float
-    bubble: float
-    weight_copies: tuple[int, ...]
-    delays: tuple[Delay, ...]
+    num_microbatches: int  # of a call
+    period: float  # time of a call
+    bubble: float  # share of it in which even the busiest rank idles
+    weight_copies: tuple[int, ...]  # by stage, at most
+    delays: tuple[Delay, ...]  # by stage, steps
 
 
 def steady_state(timeline: Timeline) -> SteadyState | None:

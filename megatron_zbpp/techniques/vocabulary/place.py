@@ -57,23 +57,15 @@ _DIGITS = 9
 
 
 class _Reference(NamedTuple):
-    """A host as if S and T were part of its passes: see the module's text.
+    """A host as if S and T were part of its passes: see the module's text."""
 
-    Attributes:
-        host: its forwards come as early as they will.
-        spans: of its passes.
-        made: when the last stage's forwards end, by unit (microbatch and slice) in order.
-        taken: when its backwards begin, by unit.
-        longest: time of the longest S, by slice.
-        period: time of a unit on a mean rank.
-    """
-
-    host: Schedule
-    spans: Sequence[Sequence[tuple[float, float]]]
+    host: Schedule  # its forwards come as early as they will
+    spans: Sequence[Sequence[tuple[float, float]]]  # of its passes
+    # when the last stage's forwards end, by unit (microbatch and slice) in order
     made: Sequence[float]
-    taken: Sequence[float]
-    longest: list[float]
-    period: float
+    taken: Sequence[float]  # when its backwards begin, by unit
+    longest: list[float]  # time of the longest S, by slice
+    period: float  # time of a unit on a mean rank
 
 
 def with_shard_times(costs: Costs, placement: Placement, share: float) -> Costs:
