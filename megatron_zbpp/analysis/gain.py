@@ -42,11 +42,6 @@ def makespan_of(name: str, schedule: Schedule, costs: Costs) -> float | None:
     Stages are joined, or cut into equal parts, as the family has other chunks. It runs on whole
     sequences and keeps all activations.
 
-    Args:
-        name: of the family.
-        schedule: that is compared with it.
-        costs: of its stages.
-
     Returns:
         None: the stages do not become those of the family, or it takes no such number of
         microbatches.

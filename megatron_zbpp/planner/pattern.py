@@ -292,12 +292,7 @@ class _Grouping:
 
 
 def grouped(problem: Problem, on_time: OnTime = always) -> list[Orders]:
-    """Return the best few of the family within the limits; none but on a loop of several chunks.
-
-    Args:
-        problem: what they are for.
-        on_time: asked before each of the family.
-    """
+    """Return the best few of the family within the limits; none but on a loop of several chunks."""
     placement = problem.placement
     if placement.num_chunks < 2 or not placement.is_loop or not problem.is_plain:
         return []

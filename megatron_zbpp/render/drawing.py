@@ -40,9 +40,6 @@ class Drawing:
     def save(self, path: str | Path) -> None:
         """Write it as .html, .svg, .png or .pdf.
 
-        Args:
-            path: its suffix tells the format.
-
         Raises:
             ValueError: another suffix.
             ImportError: matplotlib, which makes .png and .pdf, is not installed.

@@ -96,9 +96,6 @@ def way_by_copies(costs: Costs, stage: int, life: Life, pool: str) -> Way:
 
 def copy_ratio(costs: Costs) -> float:
     """Return k: time of both ways of an activation over that of its F, B and W; of the worst stage.
-
-    Args:
-        costs: with times of O and L.
     """
     works = zip(costs.times[F], costs.times[B], costs.times[W], strict=True)
     ways = zip(*(costs.times[kind] for kind in TRANSFERS[HOST]), strict=True)

@@ -244,10 +244,6 @@ def _worth_it(schedule: Schedule, chunks: int) -> Iterator[int]:
 
 def free_share(costs: Costs, num_chunks: int) -> float:
     """Return how many chunks of a rank hide their copies behind the passes; the last one in part.
-
-    Args:
-        costs: with times of O and L.
-        num_chunks: of a rank.
     """
     return num_chunks / max(1.0, copy_ratio(costs))
 

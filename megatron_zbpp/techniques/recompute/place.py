@@ -49,13 +49,7 @@ def recomputed(schedule: Schedule, amount: Amount, costs: Costs | None = None) -
 
 
 def with_recomputation(schedule: Schedule, stages: Iterable[int], costs: Costs) -> Schedule:
-    """Return `schedule` with forwards of those of `stages` that gain by it run again before B.
-
-    Args:
-        schedule: in which forwards run once.
-        stages: of it.
-        costs: by which idle times are known.
-    """
+    """Return `schedule` with forwards of those of `stages` that gain by it run again before B."""
     stages = [stage for stage in stages if _waits(schedule, stage)]
     plain = replace(schedule, graph=recompute(schedule.graph, stages), phases=())
     orders = _Filling(plain, frozenset(stages), costs).orders()
