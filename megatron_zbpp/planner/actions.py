@@ -123,11 +123,7 @@ class ActionSearch:
         return is_small(sum(problem.num_passes for problem in self._problems))
 
     def start_named(self, budget: Budget | None = None) -> None:
-        """Rate all families; those that move activations also as techniques make variants.
-
-        Args:
-            budget: whose clock ends it, each placement with a share; None: nothing does.
-        """
+        """Rate all families; those that move activations also as techniques make variants."""
         for at, problem in enumerate(self._problems):
             on_time = budget.turn(1 / (len(self._problems) - at)) if budget else always
             limited = replace(problem, limits=self._limits[at])

@@ -96,11 +96,7 @@ def solve(
 
 
 def solver_of(effort: float, seconds: float) -> cp_model.CpSolver:
-    """Return a solver with so many deterministic seconds, and so many by the clock.
-
-    Raises:
-        ValueError: OR-tools is not installed.
-    """
+    """Return a solver with so many deterministic seconds, and so many by the clock."""
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:

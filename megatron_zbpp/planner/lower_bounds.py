@@ -120,12 +120,7 @@ _ROUNDING = 1 + 2e-9  # of what schedules hold, and of the limit
 
 
 def moving_bound(problem: Problem, actions: Sequence[Technique]) -> float:
-    """Return a value that nothing within the limits can be below, whatever is done of `actions`.
-
-    Args:
-        problem: with limits; with times and amounts of what `actions` need.
-        actions: that are allowed.
-    """
+    """Return a value that nothing within the limits can be below, whatever is done of `actions`."""
     if any(technique.way is None for technique in actions):
         return 0.0
     placement = problem.placement

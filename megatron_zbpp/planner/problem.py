@@ -285,11 +285,7 @@ class Problem:
 
     @cached_property
     def origins(self) -> tuple[float, ...]:
-        """The start of the objective's clock on each rank.
-
-        Raises:
-            ValueError: by 'window' that depends on the orders, which may begin with other passes.
-        """
+        """The start of the objective's clock on each rank."""
         if self.objective != 'window':
             return (0.0,) * len(self.queues)
         before: list[set[int]] = [set() for _ in self.tasks]

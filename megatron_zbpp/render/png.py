@@ -75,15 +75,7 @@ def timeline_png(
 
 
 def loss_png(curves: Mapping[str, Sequence[float]], path: str | Path) -> None:
-    """Draw loss against iteration, one curve each; curves that coincide stay visible.
-
-    Args:
-        curves: losses of iterations 1, 2, ... by name.
-        path: where to write.
-
-    Raises:
-        ImportError: matplotlib is not installed; the message tells how.
-    """
+    """Draw loss against iteration, one curve each; curves that coincide stay visible."""
     figure = new_figure(8.0, 4.5)
     axes = figure.subplots()
     hues = list(HUES.values())

@@ -23,29 +23,15 @@ def po(
 
     - Peak memory: about (v+1)/(2v) of p activations.
     """
-    return _base('po', num_ranks, num_microbatches, num_chunks, costs)
-
-
-def _works(costs: Costs) -> list[tuple[float, float, float]]:
-    return list(zip(costs.times[F], costs.times[B], costs.times[W], strict=True))
-
-
-def _equal(placement: Placement) -> Costs:
-    ones = (1.0,) * placement.num_stages
-    return Costs.of(ones, ones, ones)
-
-
-def _base(
-    name: str, num_ranks: int, num_microbatches: int, num_chunks: int, costs: Costs | None
-) -> Schedule:
     placement = Placement.loop(num_ranks, num_chunks)
-    slots = _slots(placement, num_microbatches, costs or _equal(placement))
-    return Schedule.of(name, placement, num_microbatches, orders(slots, placement))
+    ones = (1.0,) * placement.num_stages
+    slots = _slots(placement, num_microbatches, costs or Costs.of(ones, ones, ones))
+    return Schedule.of('po', placement, num_microbatches, orders(slots, placement))
 
 
 def planned(schedule: Schedule, costs: Costs) -> list[list[tuple[float, float]]]:
     """Return when passes of PO are planned: at slots as long as the longest of them."""
-    slot = max(map(max, _works(costs)))
+    slot = max(max(costs.times[kind]) for kind in (F, B, W))
     slots = _slots(schedule.placement, schedule.num_microbatches, costs)
     return [
         [(slot * slots[p], slot * slots[p] + costs.time(Task(p.kind, p.stage))) for p in order]

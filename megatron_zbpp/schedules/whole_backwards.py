@@ -98,11 +98,7 @@ def one_f_one_b_pb(
 
 
 def in_flight(wanted: int, rank: int, activation: float, limit: float) -> int:
-    """Return how many microbatches a rank has in flight: those wanted, or what the limit holds.
-
-    Raises:
-        ValueError: the limit does not hold one.
-    """
+    """Return how many microbatches a rank has in flight: those wanted, or what the limit holds."""
     room = int(limit / activation + 1e-9) if activation and limit < inf else wanted
     if room < 1:
         raise ValueError(

@@ -95,8 +95,7 @@ def way_by_copies(costs: Costs, stage: int, life: Life, pool: str) -> Way:
 
 
 def copy_ratio(costs: Costs) -> float:
-    """Return k: time of both ways of an activation over that of its F, B and W; of the worst stage.
-    """
+    """Return k of the worst stage: time of an activation's O and L over that of its F, B and W."""
     works = zip(costs.times[F], costs.times[B], costs.times[W], strict=True)
     ways = zip(*(costs.times[kind] for kind in TRANSFERS[HOST]), strict=True)
     found = (sum(way) / sum(work) for way, work in zip(ways, works, strict=True) if sum(work))

@@ -31,14 +31,7 @@ def even_groups(num_microbatches: int, size: int) -> list[int]:
 def chunk_by_chunk(
     kind: str, stages: Sequence[int], groups: Iterable[int], first: int = 0
 ) -> list[Pass]:
-    """Return, group by group of microbatches, all of one stage, then all of the next.
-
-    Args:
-        kind: of the passes.
-        stages: of one rank, in model order. F goes up through them, anything else down.
-        groups: sizes of the groups.
-        first: the first microbatch of the first group.
-    """
+    """Return, group by group of microbatches, all of one stage, then all of the next."""
     through = stages if kind == F else stages[::-1]
     passes: list[Pass] = []
     for size in groups:
@@ -189,16 +182,11 @@ def one_forward_one_backward(
 ) -> list[Phase]:
     """Return a rank's order of 1F1B: a warm-up, F and BW by turns, and the backwards left.
 
-        >>> for label, passes in one_forward_one_backward([0, 2], groups=[2], ahead=1):
-        ...     print(f'{label:10}', *passes)
-        warm-up    0F0 0F1 2F0
-        steady     2F1 2BW0
-        cool-down  2BW1 0BW0 0BW1
-
-    Args:
-        stages: of the rank, in model order.
-        groups: sizes of the groups in which microbatches go chunk by chunk, the largest first.
-        ahead: forwards in the warm-up beyond those of all chunks but the last.
+    >>> for label, passes in one_forward_one_backward([0, 2], groups=[2], ahead=1):
+    ...     print(f'{label:10}', *passes)
+    warm-up    0F0 0F1 2F0
+    steady     2F1 2BW0
+    cool-down  2BW1 0BW0 0BW1
     """
     warmup, count = _counts(stages, groups, ahead)
     table = [

@@ -243,8 +243,7 @@ def _worth_it(schedule: Schedule, chunks: int) -> Iterator[int]:
 
 
 def free_share(costs: Costs, num_chunks: int) -> float:
-    """Return how many chunks of a rank hide their copies behind the passes; the last one in part.
-    """
+    """Return how many chunks of a rank hide their copies behind passes; the last in part."""
     return num_chunks / max(1.0, copy_ratio(costs))
 
 

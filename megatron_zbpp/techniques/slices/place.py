@@ -89,11 +89,7 @@ def in_slices(
 
 
 def by_rule(units: Schedule, slices: int) -> Schedule:
-    """Return the order of m*n microbatches as that of m in n slices each: see the module's text.
-
-    Raises:
-        ValueError: it has passes that cannot be cut, or two routes.
-    """
+    """Return the order of m*n microbatches as that of m in n slices each: see the module's text."""
     if slices == 1:
         return units
     if not units.placement.is_one_way:

@@ -14,16 +14,7 @@ from megatron_zbpp.schedules.overlapped_pairs import dualpipe_v
 
 
 def unfolded(name: str, schedule: Schedule, num_microbatches: int) -> Schedule:
-    """Return a schedule of a V as one of both ways, in which each way takes every other microbatch.
-
-    Args:
-        name: of the result.
-        schedule: of a V, for at least half of the microbatches, rounded up.
-        num_microbatches: of both ways together; what the last ones would be is left out.
-
-    Raises:
-        ValueError: it is not of a V.
-    """
+    """Return a schedule of a V as one of both ways, each of which takes every other microbatch."""
     half = schedule.num_ranks
     if schedule.placement != Placement.v(half):
         raise ValueError(

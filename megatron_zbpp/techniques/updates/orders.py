@@ -142,11 +142,6 @@ def without_flush(name: str, graph: Graph, num_microbatches: int) -> Schedule:
     """Return 1F1B that goes on from batch to batch, with a step behind each (PipeDream).
 
     Rank s runs p-1-s forwards, and then forwards and backwards by turns (arXiv 1806.03377).
-
-    Args:
-        name: of the schedule.
-        graph: of a stage a rank, that `updating` made.
-        num_microbatches: of a batch, which is a call.
     """
     p, m = graph.num_stages, num_microbatches
     total = num_calls(p, m) * m
@@ -171,12 +166,6 @@ def in_two_groups(name: str, graph: Graph, num_ranks: int, num_microbatches: int
     it, a forward of its first, a backward of it. A forward waits for the version of its weights,
     and of a chunk at most p microbatches are between F and BW: of the first, which waits for the
     second, 3p.
-
-    Args:
-        name: of the schedule.
-        graph: of two stages a rank, whose forwards need the steps of one and of no batch before.
-        num_ranks: p.
-        num_microbatches: of a batch, which is a call.
     """
     draft = _Draft(num_ranks, num_microbatches, num_calls(num_ranks, num_microbatches) + 10)
     placement = Placement.loop(num_ranks, 2)
@@ -189,12 +178,6 @@ def in_joint_calls(name: str, graph: Graph, num_ranks: int, num_microbatches: in
     Each call has one order, repeated: behind the forwards of its second chunk a rank runs those of
     its first for the next batch (of more than 4p, the first 2p). Of what is ready it takes first a
     backward of its second chunk, then a forward of it, a backward of its first, a forward of that.
-
-    Args:
-        name: of the schedule.
-        graph: of two stages a rank, whose forwards need the steps of one and of no batch before.
-        num_ranks: p.
-        num_microbatches: of a batch, which is a call.
     """
     p, m = num_ranks, num_microbatches
     ahead, calls = m if m <= 4 * p else 2 * p, num_calls(p, m) + 2
