@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from megatron_zbpp.guests.side_work.forwards import forwards
     from megatron_zbpp.ir import Pass, Placement, Schedule
     from megatron_zbpp.ir.costs import Costs
-    from megatron_zbpp.ir.errors import ScheduleError
     from megatron_zbpp.ir.formats import load
+    from megatron_zbpp.ir.grid import ScheduleError
     from megatron_zbpp.ir.layout import ModelLayout
     from megatron_zbpp.mcore.enabling import enable
     from megatron_zbpp.mcore.iteration.observe import Observer
@@ -92,7 +92,7 @@ _MODULES = {
     'guests.side_work.forwards': ('forwards',),
     'ir': ('Pass', 'Placement', 'Schedule'),
     'ir.costs': ('Costs',),
-    'ir.errors': ('ScheduleError',),
+    'ir.grid': ('ScheduleError',),
     'ir.formats': ('load',),
     'ir.layout': ('ModelLayout',),
     'mcore.enabling': ('enable',),

@@ -15,7 +15,7 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.render.png import new_figure
 from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques.composition import TRAINED_BY
-from megatron_zbpp.techniques.updates.steady_state import steady_state
+from megatron_zbpp.techniques.updates.versions import steady_state
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / 'examples' / 'gpt'

@@ -24,7 +24,8 @@ from megatron_zbpp.render.planner_page import planner_page
 from megatron_zbpp.render.svg import svg
 from megatron_zbpp.render.text import timeline_text
 from megatron_zbpp.schedules import Family, own_families
-from megatron_zbpp.techniques.updates.steady_state import steady_state
+from megatron_zbpp.schedules.registry import MORE, PAPERS, RECOMMENDED, TIERS
+from megatron_zbpp.techniques.updates.versions import steady_state
 
 RANKS, MICROBATCHES = 4, 8
 PLANNER = 'pages/planner.html'  # where planner.md links to
@@ -48,9 +49,13 @@ tell versions of the weights.
 
 Other numbers: `zbpp show --schedule NAME --pp P --microbatches M`, or `zbpp compare`.
 
-| schedule | bubble | idle GPU time | peak memory |
-|---|---|---|---|
 """
+_HEADS = '| schedule | bubble | idle GPU time | peak memory |\n|---|---|---|---|\n'
+_TIERS = {
+    RECOMMENDED: 'Recommended: for most pipelines one of these {} is the best',
+    MORE: 'For a particular need: {} more',
+    PAPERS: 'From papers, to compare: {} more',
+}
 
 _BESIDE = {
     True: ', and below them the activations that it holds',
@@ -78,12 +83,17 @@ def gallery(with_pictures: bool = True) -> str:
         with_pictures: for the site; else drawn with letters.
     """
     section = _section if with_pictures else _drawn
-    rows = ''.join(
-        f'| [`{family.name}`](#{family.name}) | {" | ".join(_facts(family))} |\n'
-        for family in _FAMILIES
-    )
     introduction = _INTRODUCTION.format(beside=_BESIDE[with_pictures])
-    return introduction + rows + '\n' + '\n'.join(map(section, _FAMILIES))
+    return introduction + ''.join(map(_table, TIERS)) + '\n'.join(map(section, _FAMILIES))
+
+
+def _table(tier: str) -> str:
+    """Return the table of the families of a tier."""
+    families = [family for family in _FAMILIES if family.tier == tier]
+    rows = (
+        f'| [`{each.name}`](#{each.name}) | {" | ".join(_facts(each))} |\n' for each in families
+    )
+    return f'{_TIERS[tier].format(len(families))}:\n\n{_HEADS}{"".join(rows)}\n'
 
 
 @functools.cache  # `serve` builds anew at each change
@@ -123,7 +133,7 @@ def _with_drawing(family: Family, heading: str, drawing: str, words: str) -> str
     aliases = f'\n\nAlso called {others}.' if others else ''
     return f"""{heading}
 
-{family.summary[0].upper()}{family.summary[1:]}.{aliases}
+{family.summary[0].upper()}{family.summary[1:]}. When: {family.when}{aliases}
 
 | bubble | peak memory | source |
 |---|---|---|

@@ -17,8 +17,8 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import build
-from megatron_zbpp.techniques.copies import with_copies
-from megatron_zbpp.techniques.offload.families import po_f, po_h
+from megatron_zbpp.techniques.base import with_copies
+from megatron_zbpp.techniques.offload.place import po_f, po_h
 
 SCHEDULES = 'interleaved', 'gis', 'gis-h', 'po-h', 'po-f', '1f1b'
 BASE = 'gis-h'

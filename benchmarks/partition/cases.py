@@ -14,9 +14,8 @@ from megatron_zbpp.partitioning.layers import Layer, Layers
 from megatron_zbpp.partitioning.plans import PartitionPlan, partition
 from megatron_zbpp.partitioning.stages import Partition, stage_costs
 from megatron_zbpp.schedules import build
-from megatron_zbpp.techniques.vocabulary.embedding import in_embedding_shards
 from megatron_zbpp.techniques.vocabulary.graph import S, T
-from megatron_zbpp.techniques.vocabulary.place import in_shards
+from megatron_zbpp.techniques.vocabulary.place import in_embedding_shards, in_shards
 
 MEGATRON, ZBPP = 'megatron', 'zbpp'
 

@@ -25,30 +25,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_zbpp.analysis import collector
 from megatron_zbpp.analysis.deadlock import DeadlockError
-from megatron_zbpp.analysis.lowering import lower
+from megatron_zbpp.analysis.lowering import gc_paused, lower
 from megatron_zbpp.analysis.memory import RESOLUTION, highest
-from megatron_zbpp.analysis.posting import LATE
-from megatron_zbpp.analysis.program import Program
+from megatron_zbpp.analysis.program import LATE, Program
 from megatron_zbpp.ir import Graph, Need, Pass, Schedule, Task
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.errors import ScheduleError
+from megatron_zbpp.ir.grid import ScheduleError
 
 __all__ = ['Checked', 'ScheduleError', 'check']
 
 
 @dataclass(frozen=True, eq=False)
 class Checked:
-    """A schedule that may run.
+    """A schedule that may run."""
 
-    Attributes:
-        schedule: as it was checked.
-        programs: that the runtime issues on each rank, proven.
-    """
-
-    schedule: Schedule
-    programs: tuple[Program, ...]
+    schedule: Schedule  # as it was checked
+    programs: tuple[Program, ...]  # that the runtime issues on each rank, proven
 
 
 def check(
@@ -76,7 +69,7 @@ def check(
     trains = any(p.kind not in graph.evaluated for _, p in schedule)
     wanted = [task for task in graph.needs if trains or task.kind in graph.evaluated]
     costs = costs or Costs.uniform(schedule.placement)
-    with collector.held_off():
+    with gc_paused():
         for rank, tasks in enumerate(_by_rank(schedule, wanted)):
             _check_rank(schedule, rank, tasks)
         costs.require(schedule.placement)
@@ -128,14 +121,10 @@ class _Done(NamedTuple):
 
 
 class _Turn(NamedTuple):
-    """Effects of the passes of one kind, stage and slice on a rank, and what must come before them.
+    """Effects of the passes of one kind, stage and slice on a rank, and their dependencies."""
 
-    Attributes:
-        does: each task.
-        after: each need of its own stage with the microbatches that are done there.
-    """
-
-    does: tuple[_Done, ...]
+    does: tuple[_Done, ...]  # each task
+    # each need of its own stage with the microbatches that are done there
     after: tuple[tuple[Need, set[int]], ...]
 
 
@@ -356,3 +345,17 @@ def _check_memory(schedule: Schedule, limit: float, costs: Costs) -> None:
                 f'{limit:g}: raise the limit, or take a schedule that holds less'
             )
             raise ScheduleError(what, schedule, [(rank, at)])
+
+
+def is_mirrored(schedule: Schedule) -> bool:
+    """Return whether all ranks that hold the same stages run the same passes, microbatches apart.
+
+    Then collectives between the copies of a stage, in passes or when its gradients are complete,
+    come in one order on all their ranks. Where each stage is on one rank, there are none.
+    """
+    found: dict[tuple[int, ...], list[tuple[str, int, int]]] = {}
+    for rank, order in enumerate(schedule.passes):
+        own = [(p.kind, p.stage, p.slice) for p in order]
+        if found.setdefault(schedule.placement.stages(rank), own) != own:
+            return False
+    return True

@@ -1,4 +1,4 @@
-"""Why a timeline is as long as it is: the chain of passes and waits that ends last."""
+"""Waits in a timeline: the chain of passes that ends last, and the gaps of each rank."""
 
 from __future__ import annotations
 
@@ -11,24 +11,16 @@ from megatron_zbpp.ir.timeline import Timeline
 
 
 class Step(NamedTuple):
-    """One pass of a critical path, and what it waited for.
+    """One pass of a critical path, and what it waited for."""
 
-    Attributes:
-        rank: where it ran.
-        ran: the pass.
-        start: of the pass.
-        end: of the pass.
-        waited: `start` for nothing, `rank` for the pass before it on its rank, `dependency` for a
-            pass that it needs, `communication` for a message that took `costs.edge`.
-        on: that pass, which is the step before; None at the start.
-    """
-
-    rank: int
-    ran: Pass
-    start: float
-    end: float
+    rank: int  # where it ran
+    ran: Pass  # the pass
+    start: float  # of the pass
+    end: float  # of the pass
+    # `start` for nothing, `rank` for the pass before it on its rank, `dependency` for a pass that
+    # it needs, `communication` for a message that took `costs.edge`
     waited: str
-    on: Pass | None
+    on: Pass | None  # that pass, which is the step before; None at the start
 
 
 def critical_path(timeline: Timeline, costs: Costs) -> tuple[Step, ...]:
@@ -71,3 +63,39 @@ def _cause(
         return 'start', None
     _, waited, on = max(causes, key=itemgetter(0))  # of equals the first: its own rank
     return waited, on
+
+
+class Gap(NamedTuple):
+    """A time in which a rank runs no pass."""
+
+    rank: int  # that waits
+    start: float  # of the gap, from the start of the batch
+    length: float  # in the unit of the costs
+    before: Pass | None  # the pass that ends at its start; None: the batch begins
+    after: Pass | None  # the pass that starts at its end; None: the batch ends
+
+    @property
+    def where(self) -> str:
+        """The part of the batch: 'start', 'inside' or 'end'."""
+        return 'start' if self.before is None else 'end' if self.after is None else 'inside'
+
+
+def gaps(timeline: Timeline, least: float = 0.0) -> list[Gap]:
+    """Return the gaps of all ranks longer than `least`, each rank's in order of time.
+
+    Args:
+        timeline: simulated or measured.
+        least: of no interest are gaps that are no longer.
+    """
+    spans = [span for own in timeline.spans for span in own]
+    start, end = min(span[0] for span in spans), max(span[1] for span in spans)
+    found: list[Gap] = []
+    for rank, (order, own) in enumerate(zip(timeline.schedule.passes, timeline.spans, strict=True)):
+        ran = sorted(zip(own, order, strict=True), key=lambda entry: entry[0])
+        clock, before = start, None
+        for (begin, done), p in ran:
+            found.append(Gap(rank, clock - start, begin - clock, before, p))
+            if done >= clock:
+                clock, before = done, p
+        found.append(Gap(rank, clock - start, end - clock, before, None))
+    return [gap for gap in found if gap.length > max(least, 1e-9)]

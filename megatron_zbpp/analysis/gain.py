@@ -16,17 +16,11 @@ RIVAL = '1f1b'  # what gains are told against, where nothing else is asked for
 
 
 class Idle(NamedTuple):
-    """Shares of all ranks' time, first start to last end, in which no pass computes.
+    """Shares of all ranks' time, first start to last end, in which no pass computes."""
 
-    Attributes:
-        schedule: even the busiest rank waits, for no message.
-        uneven_stages: other ranks have less to do than the busiest.
-        messages: more, as messages take time.
-    """
-
-    schedule: float
-    uneven_stages: float
-    messages: float
+    schedule: float  # even the busiest rank waits, for no message
+    uneven_stages: float  # other ranks have less to do than the busiest
+    messages: float  # more, as messages take time
 
 
 def idle_parts(timeline: Timeline, costs: Costs) -> Idle:
@@ -47,11 +41,6 @@ def makespan_of(name: str, schedule: Schedule, costs: Costs) -> float | None:
 
     Stages are joined, or cut into equal parts, as the family has other chunks. It runs on whole
     sequences and keeps all activations.
-
-    Args:
-        name: of the family.
-        schedule: that is compared with it.
-        costs: of its stages.
 
     Returns:
         None: the stages do not become those of the family, or it takes no such number of

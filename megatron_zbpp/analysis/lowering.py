@@ -16,22 +16,29 @@ each behind the last pass that contributes to it.
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
-from megatron_zbpp.analysis import collector, departures
 from megatron_zbpp.analysis.deadlock import prove
-from megatron_zbpp.analysis.posting import BY_TAKER, EARLY, LATE, LATEST, Posting, Postponed
+from megatron_zbpp.analysis.memory import begun
 from megatron_zbpp.analysis.program import (
+    BY_TAKER,
+    EARLY,
+    LATE,
+    LATEST,
     Begin,
     Exchange,
     Hand,
     Instruction,
     Join,
+    Posting,
+    Postponed,
     Program,
     Receive,
     Send,
@@ -41,6 +48,19 @@ from megatron_zbpp.ir import F, Pass, Schedule
 from megatron_zbpp.ir.compiled import Compiled, compiled
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import BROADCAST, REDUCE
+
+
+@contextmanager
+def gc_paused() -> Generator[None, None, None]:
+    """Collect nothing within: each collection would look at all that has been made, in vain."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
 
 # Of a message, in passes of a rank. That there is some puts passes of neighbours that end together
 # into the order in which they really end; how much it is hardly matters.
@@ -64,7 +84,7 @@ def lower(schedule: Schedule, receives: str = LATE) -> tuple[Program, ...]:
     """
     if not schedule.placement.is_one_way:
         receives = LATEST
-    with collector.held_off():
+    with gc_paused():
         lowered = _Writer(schedule, receives).write()
         prove(lowered)
     return lowered
@@ -135,7 +155,7 @@ class _Writer:
         self._latest: list[dict[int, int]] = [{} for _ in self._programs]
         # ... and the takers of what is on the way there
         self._under_way: list[dict[int, deque[int]]] = [defaultdict(deque) for _ in self._programs]
-        self._begun, flat = departures.begun(schedule), compiled(schedule.graph)
+        self._begun, flat = begun(schedule), compiled(schedule.graph)
         self._between_partners = flat.between_partners
         self._coming_back = flat.between_partners & flat.arriving
         self._partners = list(map(schedule.placement.partner, range(schedule.num_ranks)))

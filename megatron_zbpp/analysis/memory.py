@@ -7,12 +7,83 @@ what a rank holds, and that counts at the end of B.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
-from megatron_zbpp.analysis.departures import stored
-from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir import F, Pass, Schedule
+from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.graph import DEVICE
+from megatron_zbpp.ir.graph import DEVICE, PARTNER
+
+
+def begun(schedule: Schedule) -> dict[Pass, list[Pass]]:
+    """Return the passes that free memory by what they begin behind: after what they need.
+
+    Copies of a rank run in its order, whichever way they go: one out begins behind the one before.
+    """
+    found: dict[Pass, list[Pass]] = {}
+    flat = compiled(schedule.graph)
+    for order in schedule.passes if flat.leaving else ():
+        latest = 0  # place of the copy before, where it begins
+        at = {p: place for place, p in enumerate(order)}
+        for place, p in enumerate(order):
+            if p.kind in flat.leaving:
+                latest = max(latest, *(at[q] for q in schedule.predecessors(p)))
+                found.setdefault(order[latest], []).append(p)
+            elif p.kind in flat.arriving:
+                latest = place
+    return found
+
+
+def stored(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+    """Return the most that each rank keeps for its partner, in the unit of `costs.amounts`.
+
+    From where the partner begins to send it to where that takes memory for it again.
+    """
+    flat = compiled(schedule.graph)
+    most = [0.0] * schedule.num_ranks
+    if not flat.between_partners:
+        return tuple(most)
+    change, behind = costs.changes(schedule.graph, PARTNER), begun(schedule)
+    for rank, order in enumerate(schedule.passes):
+        changes: list[float] = []
+        for p in order:
+            if p.kind in flat.arriving:
+                changes.append(change.get((p.kind, p.stage, p.slice), 0.0))
+            changes += [change.get((q.kind, q.stage, q.slice), 0.0) for q in behind.get(p, ())]
+        most[schedule.placement.partner(rank)] = max(accumulate(changes), default=0.0)
+    return tuple(most)
+
+
+class Lifetime(NamedTuple):
+    """Places in the order of a rank between which an activation is saved."""
+
+    forward: Pass  # that saves it
+    first: int  # place of the forward
+    last: int  # place of the pass that takes it: B, or R where that comes first
+
+
+def lifetimes(
+    order: Sequence[Pass], stages: Collection[int], copies: Collection[str] = ()
+) -> Iterator[Lifetime]:
+    """Yield the lifetimes of a rank, those that end first before others.
+
+    Args:
+        order: of the rank.
+        stages: that count.
+        copies: kinds of passes that move what is saved, and take nothing.
+    """
+    begun: dict[tuple[int, ...], int] = {}
+    for at, p in enumerate(order):
+        if p.stage not in stages or p.kind in copies:
+            continue
+        if p.kind == F:
+            begun[p[1:]] = at
+        elif p[1:] in begun:
+            first = begun.pop(p[1:])
+            yield Lifetime(order[first], first, at)
+
 
 _DIGITS = 9  # amounts are rounded to so many decimals: three thirds of an activation are one
 RESOLUTION = 10**-_DIGITS

@@ -28,23 +28,14 @@ _Plain = tuple[int, float, tuple[tuple[int, float], ...], int, tuple[int, ...], 
 
 
 class _Flat(NamedTuple):
-    """Inputs and times of the passes of one kind, stage and slice; entries are for microbatch 0.
+    """Inputs and times of the passes of one kind, stage and slice; entries are for microbatch 0."""
 
-    Attributes:
-        need: entry of `ends`; that of the input, which is there from the start, if there is none.
-        edge: time from there.
-        more: the same of what else they need.
-        own: entry that they fill; one that nobody reads, if nobody waits for them.
-        also: the others that they fill.
-        duration: of one.
-    """
-
-    need: int
-    edge: float
-    more: tuple[tuple[int, float], ...]
-    own: int
-    also: tuple[int, ...]
-    duration: float
+    need: int  # entry of `ends`; that of the input, which is there from the start, if there is none
+    edge: float  # time from there
+    more: tuple[tuple[int, float], ...]  # the same of what else they need
+    own: int  # entry that they fill; one that nobody reads, if nobody waits for them
+    also: tuple[int, ...]  # the others that they fill
+    duration: float  # of one
 
     @property
     def plain(self) -> _Plain:
@@ -89,7 +80,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     run.to_the_end()
     unrun = run.unrun()
     if unrun != [len(order) for order in schedule.passes]:
-        from megatron_zbpp.analysis.stuck import stuck  # which no run without an error needs
+        from megatron_zbpp.analysis.deadlock import stuck  # which no run without an error needs
 
         raise stuck(schedule, unrun)
     return Timeline(schedule, tuple(map(tuple, run.spans())))

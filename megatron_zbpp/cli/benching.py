@@ -24,7 +24,7 @@ from megatron_zbpp.cli.progress import progress
 from megatron_zbpp.cli.tables import print_table
 from megatron_zbpp.ir import files
 from megatron_zbpp.ir.strict_json import is_object
-from megatron_zbpp.render.bars import bars_png
+from megatron_zbpp.render.png import bars_png
 from megatron_zbpp.schedules import find
 
 if TYPE_CHECKING:

@@ -46,18 +46,16 @@ from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.render.text import time_shown, timeline_text
 from megatron_zbpp.schedules import own_families
-from megatron_zbpp.techniques.vocabulary.whole import WHOLE, has_shards
-
-# What `list` shows unless it is asked for all: for most pipelines one of these is the best.
-_COMMON = {'1f1b', 'interleaved', 'zb-h1', 'zb-2p', 'zb-v', 'zb-interleaved', 'v-half', 'po'}
+from megatron_zbpp.schedules.registry import RECOMMENDED
+from megatron_zbpp.techniques.vocabulary.place import WHOLE, has_shards
 
 
 def list_families(args: Namespace) -> None:
-    """Print families, with their gains at the sizes of `args`: for people, the common ones."""
-    keys = ('name', 'aliases', 'summary', 'bubble', 'memory', 'source')
+    """Print families, with their gains at the sizes of `args`: for people, the recommended ones."""
+    keys = ('name', 'aliases', 'summary', 'bubble', 'memory', 'source', 'when', 'tier')
     every = own_families(every=True)
     few = not (args.all or args.json or args.table)
-    listed = [family for family in every if not few or family.name in _COMMON]
+    listed = [family for family in every if not few or family.tier == RECOMMENDED]
     args.schedules = [family.name for family in listed]
     found, skipped = inputs.load_cases(args)
     known = {name: facts(each, each.timeline, args.against) for name, each in found.items()}

@@ -26,14 +26,16 @@ from megatron_zbpp.planner.limits import Bytes
 from megatron_zbpp.schedules import build, find, names
 from megatron_zbpp.techniques import ASKED, placed_in_turn
 from megatron_zbpp.techniques import find as find_technique
+from megatron_zbpp.techniques.base import USUAL_RATIO, with_copies
 from megatron_zbpp.techniques.composition import BOTH, OUTPUT, VOCABULARY, techniques_of
-from megatron_zbpp.techniques.copies import USUAL_RATIO, with_copies
 from megatron_zbpp.techniques.slices.place import in_slices, unsuited
-from megatron_zbpp.techniques.updates.steady_state import with_weight_copies
-from megatron_zbpp.techniques.updates.versions import updates_of
-from megatron_zbpp.techniques.vocabulary.embedding import in_embedding_shards
-from megatron_zbpp.techniques.vocabulary.place import in_shards, with_shard_times
-from megatron_zbpp.techniques.vocabulary.whole import with_whole_layer
+from megatron_zbpp.techniques.updates.versions import updates_of, with_weight_copies
+from megatron_zbpp.techniques.vocabulary.place import (
+    in_embedding_shards,
+    in_shards,
+    with_shard_times,
+    with_whole_layer,
+)
 
 IN_FILE = 'file'  # of --vocab-parallel: times of S and T are in that of --times
 

@@ -29,9 +29,8 @@ from megatron_zbpp.render.png import timeline_png
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.render.svg import svg
 from megatron_zbpp.render.text import examples
-from megatron_zbpp.techniques.updates.steady_state import SteadyState, steady_state
-from megatron_zbpp.techniques.updates.versions import copies, updates_of
-from megatron_zbpp.techniques.vocabulary.whole import WHOLE, has_shards, rival_costs
+from megatron_zbpp.techniques.updates.versions import SteadyState, copies, steady_state, updates_of
+from megatron_zbpp.techniques.vocabulary.place import WHOLE, has_shards, rival_costs
 
 PICTURES = ('html', 'svg', 'png', 'pdf')  # formats, and how names of their files end
 # of a table of schedules, see `row`; with names as long as there are, a line has 80 columns

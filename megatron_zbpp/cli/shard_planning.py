@@ -37,7 +37,7 @@ from megatron_zbpp.techniques.composition import OUTPUT
 from megatron_zbpp.techniques.slices.balance import balanced
 from megatron_zbpp.techniques.slices.sizes import AUTO, sizes_of
 from megatron_zbpp.techniques.vocabulary.graph import USUAL_SHARE, S, T
-from megatron_zbpp.techniques.vocabulary.hosts import HOSTS, hosts_of
+from megatron_zbpp.techniques.vocabulary.place import HOSTS, hosts_of
 
 _HARDLY = 0.01  # of a value: for less neither slices nor shards are worth their passes
 _WAYS = 0.5  # share of the time for named schedules, of which each way has an equal part

@@ -10,8 +10,7 @@ from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.fitting import fit_attention
 from megatron_zbpp.techniques.composition import techniques_of
-from megatron_zbpp.techniques.slices.balance import Attention, balanced, in_parts
-from megatron_zbpp.techniques.slices.exchange import exchanged
+from megatron_zbpp.techniques.slices.balance import Attention, balanced, exchanged, in_parts
 from megatron_zbpp.techniques.slices.graph import Slicing, exchanging_context, sized
 from megatron_zbpp.techniques.slices.sizes import (
     AUTO,

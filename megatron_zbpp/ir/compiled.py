@@ -15,47 +15,29 @@ from megatron_zbpp.ir.graph import COMPUTE, DEVICE, PARTNER, Graph, Need, Task
 
 
 class Link(NamedTuple):
-    """A dependency of a pass.
+    """A dependency of a pass."""
 
-    Attributes:
-        row: of the task.
-        back: how many microbatches before.
-        stage: of that task.
-        message: as in `ir.graph.Need`.
-    """
-
-    row: int
-    back: int
-    stage: int
-    message: str | None
+    row: int  # of the task
+    back: int  # how many microbatches before
+    stage: int  # of that task
+    message: str | None  # as in `ir.graph.Need`
 
 
 class Step(NamedTuple):
-    """The effects of a pass of one kind, stage and slice.
+    """The effects of a pass of one kind, stage and slice."""
 
-    Attributes:
-        rows: that somebody waits for, of the tasks that it does.
-        links: what it waits for, without what those wait for themselves.
-        engine: that it occupies.
-    """
-
-    rows: tuple[int, ...]
-    links: tuple[Link, ...]
-    engine: str
+    rows: tuple[int, ...]  # that somebody waits for, of the tasks that it does
+    links: tuple[Link, ...]  # what it waits for, without what those wait for themselves
+    engine: str  # that it occupies
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A graph in flat numbers.
+    """A graph in flat numbers."""
 
-    Attributes:
-        graph: of which it was made.
-        rows: number of each task.
-        steps: by kind, and there by `stage * num_slices + slice`; None where the graph has none.
-    """
-
-    graph: Graph
-    rows: Mapping[Task, int]
+    graph: Graph  # of which it was made
+    rows: Mapping[Task, int]  # number of each task
+    # by kind, and there by `stage * num_slices + slice`; None where the graph has none
     steps: Mapping[str, tuple[Step | None, ...]]
 
     def step(self, kind: str, stage: int, slice: int = 0) -> Step:

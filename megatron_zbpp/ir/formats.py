@@ -38,47 +38,12 @@ DIALECTS = tuple(_KINDS)
 
 # What `zbpp plan`, `zbpp show` and measurements have beside the schedule, for people and scripts.
 PLAN_FIELDS = (
-    'name',
-    'ranks',
-    'stages',
-    'microbatches',
-    'slices',
-    'slice_sizes',
-    'slice_counts',
-    'share',
-    'ways',
-    'copies',
-    'placement',
-    'passes',
-    'makespan',
-    'window',
-    'bubble',
-    'idle_busiest_rank',
-    'bubble_rate_makespan',
-    'bubble_rate_window',
-    'idle_all_ranks',
-    'idle_parts',
-    'against',
-    'gain',
-    'peak_activations',
-    'objective',
-    'lower_bound',
-    'gap',
-    'best_named',
-    'repeats',
-    'cached',
-    'selective',
-    'schedule',
-    'costs',
-    'units',
-    'timeline',
-    'spans',
-    # of `zbpp partition`
-    'cuts',
-    'device_order',
-    'layout',
-    'layers',
-    'devices',
+    *'name ranks stages microbatches slices slice_sizes slice_counts share ways copies'.split(),
+    *'placement passes makespan window bubble idle_busiest_rank bubble_rate_makespan'.split(),
+    *'bubble_rate_window idle_all_ranks idle_parts against gain peak_activations'.split(),
+    *'objective lower_bound gap best_named repeats cached selective schedule costs'.split(),
+    *'units timeline spans'.split(),
+    *'cuts device_order layout layers devices'.split(),  # of `zbpp partition`
 )
 
 _ACTION = re.compile(r'(\d+)(F|I|BW|B|W)(\d+)', re.ASCII)
@@ -112,22 +77,15 @@ UNITS = Units()
 
 @dataclass(frozen=True)
 class PlanFile:
-    """The content of a schedule's or a plan's file, for the training that runs it.
+    """The content of a schedule's or a plan's file, for the training that runs it."""
 
-    Attributes:
-        schedule: passes of each rank, with the costs for which it was planned.
-        layout: of the layers, as text such as Ett|ttL, from `zbpp partition`; None: it has none.
-        selective: whether it is for a run with Megatron's selective recomputation.
-        units: of the costs.
-        lacks: note to the user, where a plan of an older release has no costs; else empty.
-        fields: all that the plan's file has, as JSON; empty: it is the file of a schedule.
-    """
-
-    schedule: Schedule
+    schedule: Schedule  # passes of each rank, with the costs for which it was planned
+    # of the layers, as text such as Ett|ttL, from `zbpp partition`; None: it has none
     layout: str | None = None
-    selective: bool = False
-    units: Units = UNITS
-    lacks: str = ''
+    selective: bool = False  # whether it is for a run with Megatron's selective recomputation
+    units: Units = UNITS  # of the costs
+    lacks: str = ''  # note to the user, where a plan of an older release has no costs; else empty
+    # all that the plan's file has, as JSON; empty: it is the file of a schedule
     fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 

@@ -41,48 +41,37 @@ TRANSFERS: Mapping[str, Transfers] = {  # by pool
 
 
 class Task(NamedTuple):
-    """A node: what is done of one microbatch.
+    """A node: what is done of one microbatch."""
 
-    Attributes:
-        kind: F forward, B gradient of the input, W gradient of the weights, ...: see `Graph.kinds`.
-        stage: where in the model; beyond the last stage, what each rank has one of (`num_stages` +
-            rank), such as a shard of the vocabulary.
-        slice: of the sequence.
-    """
-
+    # F forward, B gradient of the input, W gradient of the weights, ...: see `Graph.kinds`
     kind: str
+    # where in the model; beyond the last stage, what each rank has one of (`num_stages` + rank),
+    # such as a shard of the vocabulary
     stage: int
-    slice: int = 0
+    slice: int = 0  # of the sequence
 
     def __str__(self) -> str:
         return f'{self.stage}{self.kind}' + (f'.{self.slice}' if self.slice else '')
 
 
 class Need(NamedTuple):
-    """An edge into a task.
+    """An edge into a task."""
 
-    Attributes:
-        task: that must end before.
-        message: what it sends if it is on another rank; None: an order only, nothing travels.
-        back: how many microbatches before; 0: of the same one. Of a kind that comes once in
-            several microbatches it is the occurrence of the group of that microbatch.
-    """
-
-    task: Task
+    task: Task  # that must end before
+    # what it sends if it is on another rank; None: an order only, nothing travels
     message: str | None = None
+    # how many microbatches before; 0: of the same one. Of a kind that comes once in several
+    # microbatches it is the occurrence of the group of that microbatch.
     back: int = 0
 
 
 class Collective(NamedTuple):
-    """An exchange of a message among all ranks at once, once a microbatch and slice.
+    """An exchange of a message among all ranks at once, once a microbatch and slice."""
 
-    Attributes:
-        operation: `BROADCAST` from the one pass that makes the message, `GATHER` of what all make
-            to all, or `REDUCE`, the sum of what all make, to the one pass that takes it.
-        after: the message whose collective comes first, since its result is needed to contribute.
-    """
-
+    # `BROADCAST` from the one pass that makes the message, `GATHER` of what all make to all, or
+    # `REDUCE`, the sum of what all make, to the one pass that takes it
     operation: str
+    # the message whose collective comes first, since its result is needed to contribute
     after: str = ''
 
 
@@ -93,43 +82,31 @@ class Hold(NamedTuple):
     memory that holds in the order of the rank: what is copied in begins when the passes before it
     have ended, and those behind what is copied out wait for its end. So the order alone bounds what
     a rank holds, whatever the times are.
-
-    Attributes:
-        pool: 'device', 'host' or 'partner'.
-        amount: which of the amounts in `Costs`, such as 'activation'.
-        change: how many of them: 1 takes one, -1 gives one back.
     """
 
-    pool: str
-    amount: str
-    change: int
+    pool: str  # 'device', 'host' or 'partner'
+    amount: str  # which of the amounts in `Costs`, such as 'activation'
+    change: int  # how many of them: 1 takes one, -1 gives one back
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of task: what all tasks of it have in common.
+    """A kind of task: what all tasks of it have in common."""
 
-    Attributes:
-        words: for people.
-        parts: kinds of the tasks that one pass of this kind does at once; none: its own.
-        engine: 'compute', or 'copy', which runs beside it.
-        in_order: whether a stage's must come in microbatch order, where roundings or dropout depend
-            on it.
-        every: it occurs once in so many microbatches, with the last of them.
-        of_weights: it changes the weights of its stage, so that each copy of them has to do it.
-        optional: a microbatch may do without it and without all that is optional beside it; who
-            needs it then needs what that needs.
-        usual: time that it usually takes, in forwards of a full rank: by that programs are written
-            where no costs are known.
-    """
-
-    words: str
+    words: str  # for people
+    # kinds of the tasks that one pass of this kind does at once; none: its own
     parts: tuple[str, ...] = ()
-    engine: str = COMPUTE
+    engine: str = COMPUTE  # 'compute', or 'copy', which runs beside it
+    # whether a stage's must come in microbatch order, where roundings or dropout depend on it
     in_order: bool = True
-    every: int = 1
+    every: int = 1  # it occurs once in so many microbatches, with the last of them
+    # it changes the weights of its stage, so that each copy of them has to do it
     of_weights: bool = field(default=False, repr=False)
+    # a microbatch may do without it and without all that is optional beside it; who needs it then
+    # needs what that needs
     optional: bool = False
+    # time that it usually takes, in forwards of a full rank: by that programs are written where no
+    # costs are known
     usual: float = field(default=0.0, repr=False)
 
 
@@ -142,24 +119,17 @@ class Applied(NamedTuple):
 
 @dataclass(frozen=True)
 class Graph:
-    """The tasks of one microbatch.
+    """The tasks of one microbatch."""
 
-    Attributes:
-        num_stages: S.
-        techniques: that made it of `chain(num_stages)`, first to last; two graphs are equal if
-            these are.
-        needs: of each task, in the order in which they are told to people.
-        holds: of each task.
-        kinds: by name, in the order of a legend.
-        collectives: messages that all ranks exchange at once, by name; others go from one pass to
-            another.
-    """
-
-    num_stages: int
+    num_stages: int  # S
+    # that made it of `chain(num_stages)`, first to last; two graphs are equal if these are
     techniques: tuple[Applied, ...]
+    # of each task, in the order in which they are told to people
     needs: Mapping[Task, tuple[Need, ...]] = field(compare=False, repr=False)
-    holds: Mapping[Task, tuple[Hold, ...]] = field(compare=False, repr=False)
+    holds: Mapping[Task, tuple[Hold, ...]] = field(compare=False, repr=False)  # of each task
+    # by name, in the order of a legend
     kinds: Mapping[str, Kind] = field(compare=False, repr=False)
+    # messages that all ranks exchange at once, by name; others go from one pass to another
     collectives: Mapping[str, Collective] = field(
         default_factory=dict[str, Collective], compare=False, repr=False
     )

@@ -65,3 +65,24 @@ def _around(center: int, count: int, most: int) -> tuple[int, int]:
     """Return the half-open range of at most `most` of `count` places, `center` near its middle."""
     first = max(0, min(center - most // 2, count - most))
     return first, min(count, first + most)
+
+
+_RANKS = 13  # that the grid shows at most
+
+
+class ScheduleError(ValueError):
+    """A schedule that must not run: what is wrong, where, the cure, and the grid."""
+
+    def __init__(
+        self, what: str, schedule: Schedule, cells: Iterable[tuple[int, int]] = ()
+    ) -> None:
+        """Make the message.
+
+        Args:
+            what: what is wrong, where, and the cure: one line.
+            schedule: the culprit.
+            cells: (rank, index in its order) of the offending cells; an index past the end is
+                where a pass is missing.
+        """
+        super().__init__(f'{what}\n{grid(schedule, cells, height=_RANKS)}')
+        self.what = what

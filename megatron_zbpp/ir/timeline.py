@@ -15,14 +15,10 @@ MEANING = 'idle: share of all GPU time; bubble: share of the window the busiest 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule with the start and end of each of its passes.
+    """A schedule with the start and end of each of its passes."""
 
-    Attributes:
-        schedule: what ran.
-        spans: per rank, (start, end) of each pass, parallel to `schedule.passes`; one clock.
-    """
-
-    schedule: Schedule
+    schedule: Schedule  # what ran
+    # per rank, (start, end) of each pass, parallel to `schedule.passes`; one clock
     spans: tuple[tuple[tuple[float, float], ...], ...]
 
     @cached_property

@@ -11,8 +11,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_zbpp.analysis.posting import LATE
-from megatron_zbpp.analysis.program import Begin, Program, Send
+from megatron_zbpp.analysis.program import LATE, Begin, Program, Send
 from megatron_zbpp.analysis.run_ahead import passes_run_ahead, split
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.runtime.tables import Tables

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from megatron_zbpp.analysis.checker import check
-from megatron_zbpp.analysis.mirrored import is_mirrored
-from megatron_zbpp.analysis.posting import BY_TAKER, LATE
+from megatron_zbpp.analysis.checker import check, is_mirrored
+from megatron_zbpp.analysis.program import BY_TAKER, LATE
 from megatron_zbpp.analysis.run_ahead import passes_ahead
 from megatron_zbpp.guests.base import Guest
 from megatron_zbpp.ir import Placement, Schedule, W
@@ -187,7 +186,7 @@ class Programs:
 
             schedule = with_shards(schedule)
         if self.shards_embedding and EMBEDDING not in techniques_of(schedule):
-            from megatron_zbpp.techniques.vocabulary.embedding import with_embedding
+            from megatron_zbpp.techniques.vocabulary.place import with_embedding
 
             schedule = with_embedding(schedule)
         for technique in placed_in_turn(map(find_technique, self._amounts)):

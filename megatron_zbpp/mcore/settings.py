@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_zbpp.analysis.posting import LATE, RECEIVES, require_known
+from megatron_zbpp.analysis.program import LATE, RECEIVES, require_known
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.mcore.options import Option, option, options_of
 from megatron_zbpp.mcore.problems import Checks

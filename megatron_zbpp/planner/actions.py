@@ -12,17 +12,285 @@ offloads at once.) Named schedules that move activations take part as they are.
 
 from __future__ import annotations
 
+import importlib
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 from random import Random
 
-from megatron_zbpp.ir import Schedule
-from megatron_zbpp.planner.action_search import ActionSearch
-from megatron_zbpp.planner.budget import Budget
-from megatron_zbpp.planner.limits import Candidate, Graphs, Limit, same_limits, with_room
-from megatron_zbpp.planner.plans import Plan, PlanningInterrupted, plan, require_question
-from megatron_zbpp.techniques import find_all
+from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.grid import ScheduleError
+from megatron_zbpp.planner.budget import Budget, always
+from megatron_zbpp.planner.cp_sat import available
+from megatron_zbpp.planner.limits import (
+    Candidate,
+    Graphs,
+    Limit,
+    activation_limits,
+    said,
+    same_limits,
+    with_room,
+)
+from megatron_zbpp.planner.lower_bounds import lower_bound, moving_bound
+from megatron_zbpp.planner.named_schedules import in_turn, variants
+from megatron_zbpp.planner.plans import Plan, PlanningInterrupted, is_small, plan, require_question
+from megatron_zbpp.planner.problem import EPSILON, Problem
+from megatron_zbpp.schedules import FAMILIES, Family
+from megatron_zbpp.techniques import find_all, placed_in_turn
 from megatron_zbpp.techniques.base import Technique
+from megatron_zbpp.techniques.composition import SLICED, techniques_of
+
+_KEEP = 'keep'
+
+_EXACT_PASSES = 4 * 8 * 3  # p, m, kinds: the exact solver ends in time up to here
+_POOL = 6  # what is changed at once
+_STEPS = 12  # that a pass of a rated schedule costs, of a budget's
+_ROUNDING = 1 + 1e-9
+
+State = tuple[str, ...]  # per stage, what is done with its activations
+
+
+@dataclass(frozen=True)
+class Rated:
+    """A schedule with actions, and how good it is."""
+
+    excess: float  # what ranks hold above their limits, in all
+    value: float  # what it takes by the objective
+    schedule: Schedule  # with its passes that move or make again
+    base: Schedule  # without
+    state: State  # the actions; empty: all are kept, but for what the base itself does
+    name: str | None  # of the family, where it is as that has it
+    candidate: int  # number of its placement
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Sort key of plans: within limits by time, else by what is too much."""
+        return self.excess, self.value
+
+
+class ActionSearch:
+    """The state of a search: the best plan so far, and bounds.
+
+    Attributes:
+        best: the best that keeps the limits; None: none is known.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        num_microbatches: int,
+        limit: Limit,
+        objective: str,
+        actions: Sequence[Technique],
+        graph: Graphs | None = None,
+    ) -> None:
+        self.best: Rated | None = None
+        self._actions = actions
+        self._objective = objective
+        self._exact = actions[0].exact if len(actions) == 1 else ''
+        self._limits = [activation_limits(limit, at, costs) for at, costs in candidates]
+        self._problems = [
+            _question(at, num_microbatches, costs, objective, graph) for at, costs in candidates
+        ]
+        self._bounds = [
+            _bound(problem, limits, actions)
+            for problem, limits in zip(self._problems, self._limits, strict=True)
+        ]
+        self._pool: list[Rated] = []
+        self._least: float | None = None
+        self._limit = limit
+        self._named: list[tuple[str, float]] = []
+        self._seen: set[tuple[int, State, int]] = set()
+        self._todo: list[tuple[Schedule, State, int]] = []
+        self._choices = (_KEEP, *(technique.name for technique in actions))
+
+    def start(self, schedule: Schedule, name: str | None = None) -> None:
+        """Rate a schedule as it is; if it has no actions of its own, `climb` gives it some."""
+        for at, problem in enumerate(self._problems):
+            if problem.placement == schedule.placement and problem.is_cut_as(schedule):
+                new = self._rate(schedule, (), at, name)
+                if new is not None and problem.has(schedule):
+                    self._todo += [(schedule, state, at) for state in self._states(schedule)]
+
+    @property
+    def is_small(self) -> bool:
+        """True where all families are rated in a moment."""
+        return is_small(sum(problem.num_passes for problem in self._problems))
+
+    def start_named(self, budget: Budget | None = None) -> None:
+        """Rate all families; those that move activations also as techniques make variants."""
+        for at, problem in enumerate(self._problems):
+            on_time = budget.turn(1 / (len(self._problems) - at)) if budget else always
+            limited = replace(problem, limits=self._limits[at])
+            families = in_turn(limited) if budget else FAMILIES
+            for family in itertools.takewhile(lambda _, asked=on_time: asked(), families):
+                if family.moves and not self._suits(family, problem):
+                    continue
+                label = family.label(problem.placement.num_chunks)
+                for costs in self._variants(problem.costs) if family.moves else (problem.costs,):
+                    for schedule in variants(family, replace(problem, costs=costs)):
+                        if self._allowed(schedule):
+                            self.start(schedule, label if costs == problem.costs else None)
+
+    def _suits(self, family: Family, problem: Problem) -> bool:
+        few = min(problem.num_microbatches, problem.placement.num_ranks * problem.slices)
+        short = next(variants(family, replace(problem, num_microbatches=few)), None)
+        return short is not None and self._allowed(short)
+
+    def _variants(self, costs: Costs) -> Iterator[Costs]:
+        """Yield costs to plan named schedules by: as they are, and others."""
+        yield costs
+        for technique in self._actions:
+            yield from technique.variants(costs)
+
+    def climb(self, budget: Budget, rng: Random) -> None:
+        """Try whole chunks, then change actions of the best, a stage or a chunk at a time."""
+        while self._todo or (self._pool and len(self._choices) > 1):
+            if self._todo:
+                base, state, at = self._todo.pop(0)
+            else:
+                old = self._pool[min(int(rng.expovariate(0.7)), len(self._pool) - 1)]
+                base, state, at = old.base, self._changed(old, rng), old.candidate
+            if not budget.charge(_STEPS * sum(map(len, base.passes))):
+                return
+            new = self._rate(base, state, at)
+            if new is not None:
+                self._pool = sorted([*self._pool, new], key=lambda rated: rated.rank)[:_POOL]
+
+    def solve(self, budget: Budget) -> None:
+        """Ask the exact solver, where it is installed and the question small enough for it."""
+        small = [at for at, problem in enumerate(self._problems) if self._solvable(problem)]
+        for done, at in enumerate(small):
+            part, known = budget.split_off(1 / (len(small) - done)), self.best
+            if known is None or not part.effort or self._bounds[at] >= known.value - EPSILON:
+                continue
+            problem = replace(self._problems[at], limits=self._limits[at])
+            module, _, name = self._exact.partition(':')
+            solve = getattr(importlib.import_module(module), name)
+            answer = solve(problem, self._bounds[at], known.value, part.effort, part.seconds)
+            part.spend_effort(answer.effort, answer.overran)
+            self._bounds[at] = answer.bound
+            if answer.schedule is not None:
+                self._rate(answer.schedule, (), at)
+
+    def _solvable(self, problem: Problem) -> bool:
+        if problem.slices > 1:
+            return False
+        positive = min(problem.durations) > 0
+        small = problem.num_passes <= _EXACT_PASSES
+        return bool(self._exact) and available() and positive and small
+
+    def made(self, repeats: bool) -> Plan:
+        """Return the plan of the best.
+
+        Raises:
+            ValueError: nothing keeps the limits.
+        """
+        best = self.best
+        if best is None:
+            raise ValueError(self._too_tight() + ('' if repeats else ', or more seconds'))
+        named = min(self._named, key=lambda entry: entry[1], default=None)
+        costs = self._problems[best.candidate].costs
+        schedule = replace(best.schedule, name='planned', phases=())
+        bound = min(best.value, *self._bounds)
+        return Plan(schedule, costs, self._objective, best.value, bound, named, repeats)
+
+    def _too_tight(self) -> str:
+        if self._least is None:
+            return 'no schedule is known for such ranks and microbatches: allow other placements'
+        needed = said(self._least, self._limit)
+        return (
+            f'nothing found keeps the memory limit: all that is known needs {needed} or more: give '
+            'that, or allow more actions or chunks'
+        )
+
+    def _allowed(self, schedule: Schedule) -> bool:
+        return techniques_of(schedule) <= {*self._choices, SLICED}
+
+    def _states(self, schedule: Schedule) -> Iterator[State]:
+        """Yield actions to begin with: of the first chunks, which live long."""
+        placement = schedule.placement
+        chunks = range(1, placement.num_chunks + 1)
+        for action, count in itertools.product(self._choices[1:], chunks):
+            yield tuple(
+                action if placement.chunk_of(stage) < count else _KEEP
+                for stage in range(placement.num_stages)
+            )
+
+    def _changed(self, old: Rated, rng: Random) -> State:
+        placement, state = old.base.placement, list(old.state)
+        stage, action = rng.randrange(len(state)), rng.choice(self._choices)
+        along = rng.random() < 0.25
+        for other in range(len(state)):
+            if other == stage or (along and placement.chunk_of(other) == placement.chunk_of(stage)):
+                state[other] = action
+        return tuple(state)
+
+    def _rate(self, base: Schedule, state: State, at: int, name: str | None = None) -> Rated | None:
+        """Rate a base with actions once, and remember it where it is good."""
+        if (key := (hash(base), state, at)) in self._seen:
+            return None
+        self._seen.add(key)
+        problem = self._problems[at]
+        try:
+            schedule = self._acted(base, state, at)
+            timeline = simulate(schedule, problem.costs)
+        except ScheduleError:  # its copies wait for each other
+            return None
+        value = timeline.value(self._objective)
+        held, limits = peak(schedule, problem.costs), self._limits[at]
+        pairs = list(zip(held, limits, strict=True))
+        excess = sum(max(0.0, most - limit * _ROUNDING) for most, limit in pairs)
+        rated = Rated(excess, value, schedule, base, state, name, at)
+        static = problem.costs.static(problem.placement)
+        needed = max(a + b for a, b in zip(held, static, strict=True))
+        self._least = min(needed, needed if self._least is None else self._least)
+        if not excess:
+            self._consider(rated)
+        return rated
+
+    def _acted(self, base: Schedule, state: State, at: int) -> Schedule:
+        """Return `base` with the actions of its stages."""
+        schedule, costs = base, self._problems[at].costs
+        for technique in placed_in_turn(self._actions):
+            stages = [stage for stage, action in enumerate(state) if action == technique.name]
+            if stages:
+                schedule = technique.place(schedule, stages, costs, self._limits[at])
+        return schedule
+
+    def _consider(self, rated: Rated) -> None:
+        """Make it the best if it is, and may run."""
+        if rated.name is not None:
+            self._named.append((rated.name, rated.value))
+        if self.best is None or rated.value < self.best.value - EPSILON:
+            try:
+                check(rated.schedule)
+            except ScheduleError:
+                return
+            self.best = rated
+
+
+def _question(
+    at: Placement, num_microbatches: int, costs: Costs, objective: str, graph: Graphs | None
+) -> Problem:
+    """Return the question of orders on a placement, whatever memory they take."""
+    made = graph and graph(at.num_stages)
+    units = num_microbatches * (made.num_slices if made else 1)
+    return Problem(at, units, costs, (inf,) * at.num_ranks, objective, made)
+
+
+def _bound(problem: Problem, limits: Sequence[float], actions: Sequence[Technique]) -> float:
+    """Return a value that nothing is below; that of memory is known of whole sequences."""
+    least = lower_bound(problem)
+    if problem.slices == 1:
+        least = max(least, moving_bound(replace(problem, limits=tuple(limits)), actions))
+    return least * problem.costs.least_share  # of which passes that run as one take as much
+
 
 _ABOVE = (1.0, 1.5, 2.0, 3.0, inf)  # limits of the orders to begin with, over the one asked for
 _ORDERS = 0.5  # share of the time that these get

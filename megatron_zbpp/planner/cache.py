@@ -24,7 +24,7 @@ from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Schedule, strict_json
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.errors import ScheduleError
+from megatron_zbpp.ir.grid import ScheduleError
 from megatron_zbpp.planner.actions import plan_within
 from megatron_zbpp.planner.plans import Candidate, Plan
 

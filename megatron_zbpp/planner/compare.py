@@ -14,27 +14,18 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.plan_costs import joined
 from megatron_zbpp.ir.tables import FORMATS
 from megatron_zbpp.schedules import FAMILIES, build, find
-from megatron_zbpp.techniques.copies import with_copies
+from megatron_zbpp.techniques.base import with_copies
 
 
 class Row(NamedTuple):
-    """One schedule as simulated.
+    """One schedule as simulated."""
 
-    Attributes:
-        name: of its family.
-        makespan: time of an iteration, in the unit of the costs.
-        gain: share of the rival's time that it saves; negative where it takes more.
-        idle: share of all GPU time that is lost.
-        bubble: idle share of the busiest rank in the longest window.
-        peak: most activations of a rank, in microbatches of a full rank.
-    """
-
-    name: str
-    makespan: float
-    gain: float
-    idle: float
-    bubble: float
-    peak: float
+    name: str  # of its family
+    makespan: float  # time of an iteration, in the unit of the costs
+    gain: float  # share of the rival's time that it saves; negative where it takes more
+    idle: float  # share of all GPU time that is lost
+    bubble: float  # idle share of the busiest rank in the longest window
+    peak: float  # most activations of a rank, in microbatches of a full rank
 
 
 class Rows(list[Row]):

@@ -36,19 +36,12 @@ _FINE = 10_000  # the longest pass takes so many units where times are not multi
 
 @dataclass(frozen=True)
 class Answer:
-    """The solver's answer.
+    """The solver's answer."""
 
-    Attributes:
-        orders: the best it knows; None if it found nothing.
-        bound: no orders have a value below this.
-        effort: deterministic seconds that it took.
-        overran: whether the clock ended it; else it would answer the same again.
-    """
-
-    orders: Orders | None
-    bound: float
-    effort: float
-    overran: bool
+    orders: Orders | None  # the best it knows; None if it found nothing
+    bound: float  # no orders have a value below this
+    effort: float  # deterministic seconds that it took
+    overran: bool  # whether the clock ended it; else it would answer the same again
 
 
 def available() -> bool:
@@ -103,11 +96,7 @@ def solve(
 
 
 def solver_of(effort: float, seconds: float) -> cp_model.CpSolver:
-    """Return a solver with so many deterministic seconds, and so many by the clock.
-
-    Raises:
-        ValueError: OR-tools is not installed.
-    """
+    """Return a solver with so many deterministic seconds, and so many by the clock."""
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:

@@ -26,19 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Offloads:
-    """The solver's answer.
+    """The solver's answer."""
 
-    Attributes:
-        bound: no schedule with offload within the limits takes less.
-        schedule: the best that it knows; None: it found nothing that is better.
-        effort: deterministic seconds that it took.
-        overran: whether the clock ended it.
-    """
-
-    bound: float
-    schedule: Schedule | None
-    effort: float
-    overran: bool
+    bound: float  # no schedule with offload within the limits takes less
+    schedule: Schedule | None  # the best that it knows; None: it found nothing that is better
+    effort: float  # deterministic seconds that it took
+    overran: bool  # whether the clock ended it
 
 
 def solve_offload(
@@ -77,19 +70,12 @@ def solve_offload(
 
 
 class _Copies(NamedTuple):
-    """The copies of one activation.
+    """The copies of one activation."""
 
-    Attributes:
-        moves: whether it goes.
-        free: when its place is; where it stays, `taken`.
-        taken: when it is again.
-        engine: when the copies run, if they do.
-    """
-
-    moves: cp_model.IntVar
-    free: cp_model.IntVar
-    taken: cp_model.IntVar
-    engine: tuple[cp_model.IntervalVar, cp_model.IntervalVar]
+    moves: cp_model.IntVar  # whether it goes
+    free: cp_model.IntVar  # when its place is; where it stays, `taken`
+    taken: cp_model.IntVar  # when it is again
+    engine: tuple[cp_model.IntervalVar, cp_model.IntervalVar]  # when the copies run, if they do
 
 
 class _Model(Model):

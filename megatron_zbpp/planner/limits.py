@@ -30,16 +30,7 @@ class Bytes(float):
 def with_room(
     candidates: Sequence[Candidate], limit: Limit, graph: Graphs | None = None
 ) -> list[Candidate]:
-    """Return the candidates on which one microbatch fits: a rank holds its activations together.
-
-    Args:
-        candidates: placements with costs.
-        limit: of memory.
-        graph: of a number of stages; None: of a plain pipeline.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Return the candidates on which one microbatch fits: a rank holds its activations together."""
     found: list[Candidate] = []
     refusals: list[tuple[float, str]] = []
     for placement, costs in candidates:

@@ -23,10 +23,12 @@ a rank does all its work.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 
 from megatron_zbpp.planner.problem import Problem
+from megatron_zbpp.techniques.base import Life, Technique, Way
 
 
 def lower_bound(problem: Problem) -> float:
@@ -110,3 +112,84 @@ def _memory_bound(problem: Problem, rank: int) -> float:
         total += problem.changes[forward] * there + kept * problem.durations[weight]
     held_for = total * problem.num_microbatches / cap
     return held_for + problem.firsts[rank] - problem.origins[rank]
+
+
+_GRID = 8  # weights are tried in so many steps first
+_FINEST = 1 / 512
+_ROUNDING = 1 + 2e-9  # of what schedules hold, and of the limit
+
+
+def moving_bound(problem: Problem, actions: Sequence[Technique]) -> float:
+    """Return a value that nothing within the limits can be below, whatever is done of `actions`."""
+    if any(technique.way is None for technique in actions):
+        return 0.0
+    placement = problem.placement
+    ranks = range(placement.num_ranks)
+    groups = {frozenset((rank,)) for rank in ranks}
+    if any(technique.pairs for technique in actions):
+        groups |= {frozenset((rank, placement.partner(rank))) for rank in ranks}
+    return max(_bound(problem, sorted(group), actions) for group in groups)
+
+
+def _bound(problem: Problem, ranks: Sequence[int], actions: Sequence[Technique]) -> float:
+    """Return the bound of ranks that count as one: mean of their times, sum of their memory."""
+    count, m = len(ranks), problem.num_microbatches
+    room = sum(problem.limits[rank] for rank in ranks) * _ROUNDING
+    if not 0 < room < inf:
+        return 0.0
+    stages = [stage for rank in ranks for stage in problem.placement.stages(rank)]
+    ways = [list(_ways(problem, stage, actions, count > 1)) for stage in stages]
+    work = sum(problem.work[rank] for rank in ranks) / count
+
+    def least(passes: float, copies: float) -> float:
+        memory = 1 - passes - copies
+        return passes * work + m * sum(
+            min(
+                (passes * way.passes + copies * way.copies) / count + memory * way.held / room
+                for way in each
+            )
+            for each in ways
+        )
+
+    first = min(problem.firsts[rank] for rank in ranks)
+    return first - max(problem.origins[rank] for rank in ranks) + _highest(least)
+
+
+def _ways(problem: Problem, stage: int, actions: Sequence[Technique], both: bool) -> Iterator[Way]:
+    """Yield the costs of each technique for the activation of a stage."""
+    costs, durations = problem.costs, problem.durations
+    rank = problem.placement.only_route[stage]
+    forward, backward, weight = (queues[stage] for queues in problem.by_stage)
+    speed = costs.speeds[rank] if costs.speeds else 1.0
+    held = costs.amounts['activation'][stage]
+    there = problem.arrivals[weight] - problem.arrivals[forward]  # F begins, B ends
+    after = costs.amounts['retained'][stage] * durations[weight]
+    others = [technique for technique in actions if not (both and technique.pairs)]
+    stays = not any(technique.moves for technique in others)
+    life = Life(held, durations[forward], durations[backward], there, speed, stays)
+    yield Way(0.0, 0.0, held * there + after)
+    for technique in others:
+        assert technique.way is not None  # else there is no bound
+        way = technique.way(costs, stage, life)
+        yield way._replace(held=way.held + after)
+
+
+def _highest(least: Callable[[float, float], float]) -> float:
+    """Return the most that a concave function has for any weights, as far as steps find it."""
+    grid = [k / _GRID for k in range(_GRID + 1)]
+    found = [(least(a, b), a, b) for a, b in itertools.product(grid, grid) if a + b <= 1]
+    value, passes, copies = max(found)
+    step = 1 / (2 * _GRID)
+    while step >= _FINEST:
+        near = [
+            (least(a, b), a, b)
+            for a, b in itertools.product(
+                (passes - step, passes, passes + step), (copies - step, copies, copies + step)
+            )
+            if min(a, b) >= 0 and a + b <= 1
+        ]
+        best = max(near)
+        if best[0] <= value:
+            step /= 2
+        value, passes, copies = max(best, (value, passes, copies))
+    return value

@@ -17,17 +17,19 @@ pass by pass of each microbatch in flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import accumulate, chain
+from itertools import accumulate, chain, product
 from math import inf
 from random import Random
 from typing import Any
 
-from megatron_zbpp.ir import B, F, W
-from megatron_zbpp.planner.ends import latest
+from megatron_zbpp.ir import B, F, Schedule, W
+from megatron_zbpp.planner.budget import OnTime, always
+from megatron_zbpp.planner.ends import latest, replay
 from megatron_zbpp.planner.problem import SEVERAL, Ends, Orders, Problem
+from megatron_zbpp.schedules.construct.phases import split_one_forward_one_backward
 
 _SLOPES = (1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
 _TURNS = (0.0, 0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)
@@ -40,27 +42,17 @@ _PATIENCE = (0.0, 0.0, 0.2, 0.3, 0.5, 0.6, 0.8, 1.0)
 
 @dataclass(frozen=True)
 class Pattern:
-    """Due times of passes, in units of the busiest rank's work for one microbatch.
+    """Due times of passes, in units of the busiest rank's work for one microbatch."""
 
-    Attributes:
-        down: per chunk, stage to stage time of F, as a multiple of F and its edge.
-        up: the same of B.
-        turn: from the last stage's F to its B.
-        delay: from a B to its W.
-        interval: from one microbatch to the next.
-        lead: how long before it is due an F may start; others may at any time.
-        patience: share of a pass's time for which its rank rather waits for one that is due before.
-        nudges: added to the time of each queue.
-    """
-
-    down: tuple[float, ...]
-    up: tuple[float, ...]
-    turn: float
-    delay: float
-    interval: float
-    lead: float
+    down: tuple[float, ...]  # per chunk, stage to stage time of F, as a multiple of F and its edge
+    up: tuple[float, ...]  # the same of B
+    turn: float  # from the last stage's F to its B
+    delay: float  # from a B to its W
+    interval: float  # from one microbatch to the next
+    lead: float  # how long before it is due an F may start; others may at any time
+    # share of a pass's time for which its rank rather waits for one that is due before
     patience: float
-    nudges: tuple[float, ...]
+    nudges: tuple[float, ...]  # added to the time of each queue
 
     @classmethod
     def random(cls, problem: Problem, rng: Random) -> Pattern:
@@ -267,3 +259,55 @@ def _without_backward(problem: Problem, rank: int, ends: Ends) -> int:
         problem.changes[forward] * (len(ends[forward]) - len(ends[backward]))
         for forward, backward in problem.stage_queues[rank]
     )
+
+
+_AHEAD = (1.0, 1.5)
+_DEFER = (0.0, 0.5, 1.0, 1.5)
+_KEPT = 3
+
+
+@dataclass(frozen=True)
+class _Grouping:
+    """The parameters of one schedule of the family."""
+
+    size: int  # of the largest group
+    ahead: float  # further forwards in the warm-up for each rank below
+    defer: float  # Bs without a W for each rank above
+
+    def orders(self, problem: Problem) -> Orders:
+        placement, m = problem.placement, problem.num_microbatches
+        count = -(-m // self.size)
+        groups = [m // count + (i < m % count) for i in range(count)]
+        below = placement.num_ranks - 1
+        passes = (
+            split_one_forward_one_backward(
+                placement.stages(rank),
+                groups,
+                ahead=int(self.ahead * (below - rank)) + problem.slices - 1,
+                defer=int(self.defer * rank),
+            )
+            for rank in range(placement.num_ranks)
+        )
+        return problem.orders(Schedule.of('grouped', placement, m, passes))
+
+
+def grouped(problem: Problem, on_time: OnTime = always) -> list[Orders]:
+    """Return the best few of the family within the limits; none but on a loop of several chunks."""
+    placement = problem.placement
+    if placement.num_chunks < 2 or not placement.is_loop or not problem.is_plain:
+        return []
+    few = problem.with_fewer_microbatches
+    ranked = sorted(_values(few, on_time), key=lambda entry: entry[0])
+    return [grouping.orders(problem) for _, grouping in ranked[:_KEPT] if on_time()]
+
+
+def _values(problem: Problem, on_time: OnTime) -> Iterator[tuple[float, _Grouping]]:
+    p = problem.placement.num_ranks
+    for choice in product(range((p + 1) // 2, p + 1), _AHEAD, _DEFER):
+        if not on_time():
+            return
+        grouping = _Grouping(*choice)
+        orders = grouping.orders(problem)
+        result = replay(problem, orders) if problem.fits(orders) else None
+        if result is not None:
+            yield result[0], grouping

@@ -18,11 +18,9 @@ from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner import cp_sat
 from megatron_zbpp.planner.budget import Budget, OnTime, always
-from megatron_zbpp.planner.cells import Joined, joined
-from megatron_zbpp.planner.grouped_orders import grouped
 from megatron_zbpp.planner.limits import Candidate, Graphs, Limit, activation_limits, with_room
-from megatron_zbpp.planner.named_schedules import Named, named
-from megatron_zbpp.planner.pattern import Pattern, dispatch
+from megatron_zbpp.planner.named_schedules import Joined, Named, joined, named
+from megatron_zbpp.planner.pattern import Pattern, dispatch, grouped
 from megatron_zbpp.planner.problem import EPSILON, OBJECTIVES, Problem
 from megatron_zbpp.planner.search import Search
 
@@ -37,25 +35,16 @@ _CELLS = 10  # times that, where costs say what forwards and backwards take that
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule that was searched for.
+    """A schedule that was searched for."""
 
-    Attributes:
-        schedule: checked.
-        costs: that it was planned for.
-        objective: 'makespan' or 'window'.
-        value: what it takes by `objective`, in the unit of `costs`.
-        lower_bound: no schedule on the allowed placements takes less.
-        best_named: the best named schedule that fits, and its value; None if none fits.
-        repeats: whether the same inputs give the same plan again; not if the clock cut it short.
-    """
-
-    schedule: Schedule
-    costs: Costs
-    objective: str
-    value: float
-    lower_bound: float
+    schedule: Schedule  # checked
+    costs: Costs  # that it was planned for
+    objective: str  # 'makespan' or 'window'
+    value: float  # what it takes by `objective`, in the unit of `costs`
+    lower_bound: float  # no schedule on the allowed placements takes less
+    # the best named schedule that fits, and its value; None if none fits
     best_named: tuple[str, float] | None
-    repeats: bool
+    repeats: bool  # whether the same inputs give the same plan again; not if the clock cut it short
 
     @property
     def gap(self) -> float:

@@ -39,23 +39,15 @@ _ROUNDING = 1 + 1e-9  # of thousands of them
 
 @dataclass(frozen=True)
 class Problem:
-    """The question of a plan on one placement.
+    """The question of a plan on one placement."""
 
-    Attributes:
-        placement: its first p stages are on p different ranks, as in loop, V and wave.
-        num_microbatches: m; where sequences are sliced, all slices of all of them.
-        costs: of the placement's stages, for whole sequences.
-        limits: most that each rank may hold, in the unit of `costs.amounts`; inf for no limit.
-        objective: 'makespan' or 'window'.
-        graph: of one microbatch; None: a plain pipeline's.
-    """
-
-    placement: Placement
-    num_microbatches: int
-    costs: Costs
+    placement: Placement  # its first p stages are on p different ranks, as in loop, V and wave
+    num_microbatches: int  # m; where sequences are sliced, all slices of all of them
+    costs: Costs  # of the placement's stages, for whole sequences
+    # most that each rank may hold, in the unit of `costs.amounts`; inf for no limit
     limits: tuple[float, ...]
-    objective: str = 'makespan'
-    graph: Graph | None = None
+    objective: str = 'makespan'  # 'makespan' or 'window'
+    graph: Graph | None = None  # of one microbatch; None: a plain pipeline's
 
     def __post_init__(self) -> None:
         if not self.placement.is_one_way:
@@ -293,11 +285,7 @@ class Problem:
 
     @cached_property
     def origins(self) -> tuple[float, ...]:
-        """The start of the objective's clock on each rank.
-
-        Raises:
-            ValueError: by 'window' that depends on the orders, which may begin with other passes.
-        """
+        """The start of the objective's clock on each rank."""
         if self.objective != 'window':
             return (0.0,) * len(self.queues)
         before: list[set[int]] = [set() for _ in self.tasks]

@@ -26,14 +26,7 @@ _PLACES = range(10, 95, 3)  # where to repeat, in percent of the time
 def extrapolate(
     few: Problem, orders: Orders, many: Problem, on_time: OnTime = always
 ) -> Solution | None:
-    """Return the best orders of `many` that repeat a part of `orders`; None if none can be.
-
-    Args:
-        few: what `orders` are for.
-        orders: of few microbatches.
-        many: the same question of more microbatches.
-        on_time: asked before each part that is tried.
-    """
+    """Return the best orders of `many` that repeat a part of `orders`; None if none can be."""
     added = many.num_microbatches - few.num_microbatches
     result = replay(few, orders)
     best = None

@@ -23,17 +23,11 @@ _MOST_PASSES = 200_000
 
 
 class Count(NamedTuple):
-    """The best named schedule of a number of slices.
+    """The best named schedule of a number of slices."""
 
-    Attributes:
-        sizes: tokens of each slice; one: sequences are whole.
-        name: of the schedule.
-        value: its makespan or window.
-    """
-
-    sizes: tuple[int, ...]
-    name: str
-    value: float
+    sizes: tuple[int, ...]  # tokens of each slice; one: sequences are whole
+    name: str  # of the schedule
+    value: float  # its makespan or window
 
     @property
     def slices(self) -> int:

@@ -18,15 +18,10 @@ from megatron_zbpp.render.text import timeline_text
 
 @dataclass(frozen=True)
 class Drawing:
-    """A schedule as simulated by its costs.
+    """A schedule as simulated by its costs."""
 
-    Attributes:
-        timeline: simulated.
-        costs: by which it was.
-    """
-
-    timeline: Timeline
-    costs: Costs
+    timeline: Timeline  # simulated
+    costs: Costs  # by which it was
 
     def __str__(self) -> str:
         """Draw it in letters, as `zbpp show` does."""
@@ -44,9 +39,6 @@ class Drawing:
 
     def save(self, path: str | Path) -> None:
         """Write it as .html, .svg, .png or .pdf.
-
-        Args:
-            path: its suffix tells the format.
 
         Raises:
             ValueError: another suffix.

@@ -107,17 +107,11 @@ def _label(figure: Figure, axes: Axes, labels: Mapping[Place, str], line: Sequen
 
 
 class _Try(NamedTuple):
-    """A place where a label may be.
+    """A place where a label may be."""
 
-    Attributes:
-        offset: from its mark, in points, and which side of it is there.
-        box: on the canvas.
-        leader: places on the canvas of the line between the two.
-    """
-
-    offset: tuple[float, float, str]
-    box: Bbox
-    leader: tuple[tuple[float, float], ...]
+    offset: tuple[float, float, str]  # from its mark, in points, and which side of it is there
+    box: Bbox  # on the canvas
+    leader: tuple[tuple[float, float], ...]  # places on the canvas of the line between the two
 
 
 def _places(axes: Axes, place: Place, text: str) -> Iterator[_Try]:

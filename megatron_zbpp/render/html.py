@@ -20,7 +20,7 @@ from megatron_zbpp.ir.timeline import MEANING, Timeline
 from megatron_zbpp.render.colours import IDLE, STRIPES, colour, ink, kinds, legend
 from megatron_zbpp.render.scene import Bar, amount, bars, figures, first_rows, lanes, number
 from megatron_zbpp.render.svg import BAR, BAR_AND_MEMORY, FLOOR, TOP, shapes
-from megatron_zbpp.techniques.updates.steady_state import steady_state
+from megatron_zbpp.techniques.updates.versions import steady_state
 
 _GUTTER = 64  # as in page.html
 _ROWS = ((16, 50), (32, 36), (64, 24))  # up to so many ranks, a row has so many pixels

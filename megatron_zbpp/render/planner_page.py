@@ -126,11 +126,7 @@ def _chunks(family: Family, asked: Sequence[int]) -> list[int]:
 
 
 def encoded(schedule: Schedule, name: str) -> str:
-    """Return a schedule as one line: a letter a pass, as microbatches come in their order.
-
-    Raises:
-        ValueError: on some rank they do not, or it has other passes than F, B and W.
-    """
+    """Return a schedule as one line: a letter a pass, as microbatches come in their order."""
     placement = schedule.placement
     if schedule.graph.techniques:
         raise ValueError(f'{name} has passes other than F, B and W: a page has no letters for them')

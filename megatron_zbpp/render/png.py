@@ -1,8 +1,5 @@
 """Pictures through matplotlib (an extra): timelines, loss curves."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
-# (matplotlib leaves much of its keyword arguments open)
-
 from __future__ import annotations
 
 import textwrap
@@ -11,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import ceil
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_zbpp.ir.timeline import MEANING, Timeline
@@ -77,15 +75,7 @@ def timeline_png(
 
 
 def loss_png(curves: Mapping[str, Sequence[float]], path: str | Path) -> None:
-    """Draw loss against iteration, one curve each; curves that coincide stay visible.
-
-    Args:
-        curves: losses of iterations 1, 2, ... by name.
-        path: where to write.
-
-    Raises:
-        ImportError: matplotlib is not installed; the message tells how.
-    """
+    """Draw loss against iteration, one curve each; curves that coincide stay visible."""
     figure = new_figure(8.0, 4.5)
     axes = figure.subplots()
     hues = list(HUES.values())
@@ -194,3 +184,32 @@ def _head(figure: Figure, entries: Iterable[tuple[str, str]], *lines: tuple[str,
 def _feet(text: str) -> str:
     count = STRIPES.get(text.split()[0].strip(':'), 0)
     return f' ({count} stripe{"s" if count > 1 else ""})' if count else ''
+
+
+def bars_png(
+    runs: Mapping[str, Sequence[float]], notes: Sequence[str], path: str | Path, title: str
+) -> None:
+    """Draw medians as bars, the first at the top, each with its median and note.
+
+    Args:
+        runs: milliseconds of a step, one of each run, by schedule.
+        notes: of each schedule, behind its median; empty: none.
+        path: where to write, as PNG or SVG by its suffix.
+        title: heads the picture.
+
+    Raises:
+        ImportError: matplotlib is not installed; the message tells how.
+    """
+    figure = new_figure(8.0, 1.2 + 0.5 * len(runs))
+    axes, hues = figure.subplots(), list(HUES.values())
+    middle = {name: median(times) for name, times in runs.items()}
+    axes.barh(list(middle), list(middle.values()), color=hues[0], height=0.6)
+    for place, ((name, times), note) in enumerate(zip(runs.items(), notes, strict=True)):
+        axes.plot(times, [place] * len(times), '|', color=hues[1], markersize=12)
+        said = f' {middle[name]:.1f}' + (f' ({note})' if note else '')
+        axes.text(max(times), place, said, va='center')
+    axes.margins(x=0.18)
+    axes.invert_yaxis()
+    axes.set_xlabel('ms a step; bars: median of the runs, marks: each of them')
+    axes.set_title(fitted(title, 8.0, 12))
+    figure.savefig(path, dpi=130)

@@ -15,8 +15,7 @@ from megatron_zbpp.ir.formats import MANY
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.render.colours import by_version, colour
 from megatron_zbpp.techniques.updates.graph import UPDATE
-from megatron_zbpp.techniques.updates.steady_state import steady_state
-from megatron_zbpp.techniques.updates.versions import forward_versions
+from megatron_zbpp.techniques.updates.versions import forward_versions, steady_state
 
 
 class Bar(NamedTuple):
@@ -62,19 +61,12 @@ def steps(row: Iterable[Bar]) -> list[Bar]:
 
 
 class Lane(NamedTuple):
-    """A row of a picture: what one engine of a rank runs.
+    """A row of a picture: what one engine of a rank runs."""
 
-    Attributes:
-        rank: whose.
-        label: for people.
-        places: of its passes in the rank's order.
-        bars: of these.
-    """
-
-    rank: int
-    label: str
-    places: tuple[int, ...]
-    bars: list[Bar]
+    rank: int  # whose
+    label: str  # for people
+    places: tuple[int, ...]  # of its passes in the rank's order
+    bars: list[Bar]  # of these
 
 
 def lanes(timeline: Timeline) -> list[Lane]:

@@ -7,29 +7,8 @@ from math import gcd
 from megatron_zbpp.ir import B, F, Placement, Schedule, Task, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules.construct.building_blocks import Slots, orders, repeat
-from megatron_zbpp.schedules.registry import Formula, family
-
-SOURCE = 'PipeOffload, arXiv 2503.01328'
-BUBBLE = Formula(
-    'at most (p-1)(F+B+W)',
-    lambda at: (at.p - 1) * at.S,
-    lambda at: at.m >= 2 * at.p and at.equal,
-    at_most=True,
-)
 
 
-@family(
-    'po',
-    summary='interleaved with microbatches at equal distances: what PipeOffload moves out of',
-    bubble=BUBBLE,
-    memory=Formula(
-        'at most ((p+1)(v+1)/2 + v)/v',
-        lambda at: ((at.p + 1) * (at.v + 1) / 2 + at.v) / at.v,
-        at_most=True,
-    ),
-    source=SOURCE,
-    aliases=('PO-base', 'PipeOffload-base'),
-)
 def po(
     num_ranks: int, num_microbatches: int, num_chunks: int = 2, costs: Costs | None = None
 ) -> Schedule:
@@ -42,34 +21,17 @@ def po(
         rank 0   0F0  2F0  0F1  2B0  2W0  2F1  0B0  0W0  0F2  2B1  2W1  2F2  0B1…
         rank 1   1F0  3F0  3B0  3W0  1F1  1B0  1W0  3F1  3B1  3W1  1F2  1B1  1W1…
 
-    - Bubble: below (p-1)(F+B+W).
     - Peak memory: about (v+1)/(2v) of p activations.
-    - When: with offload: half of the chunks on the host leave about (v+2)/(8v) of p activations,
-      all of them four chunks. By itself `gis-h` holds less for less bubble.
     """
-    return _base('po', num_ranks, num_microbatches, num_chunks, costs)
-
-
-def _works(costs: Costs) -> list[tuple[float, float, float]]:
-    return list(zip(costs.times[F], costs.times[B], costs.times[W], strict=True))
-
-
-def _equal(placement: Placement) -> Costs:
-    ones = (1.0,) * placement.num_stages
-    return Costs.of(ones, ones, ones)
-
-
-def _base(
-    name: str, num_ranks: int, num_microbatches: int, num_chunks: int, costs: Costs | None
-) -> Schedule:
     placement = Placement.loop(num_ranks, num_chunks)
-    slots = _slots(placement, num_microbatches, costs or _equal(placement))
-    return Schedule.of(name, placement, num_microbatches, orders(slots, placement))
+    ones = (1.0,) * placement.num_stages
+    slots = _slots(placement, num_microbatches, costs or Costs.of(ones, ones, ones))
+    return Schedule.of('po', placement, num_microbatches, orders(slots, placement))
 
 
 def planned(schedule: Schedule, costs: Costs) -> list[list[tuple[float, float]]]:
     """Return when passes of PO are planned: at slots as long as the longest of them."""
-    slot = max(map(max, _works(costs)))
+    slot = max(max(costs.times[kind]) for kind in (F, B, W))
     slots = _slots(schedule.placement, schedule.num_microbatches, costs)
     return [
         [(slot * slots[p], slot * slots[p] + costs.time(Task(p.kind, p.stage))) for p in order]

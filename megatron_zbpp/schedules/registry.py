@@ -1,4 +1,4 @@
-"""The registry: a decorator enters a generator under its name, with what a table says of it.
+"""The registry: families of schedules by name, from the catalogue and of a user's own module.
 
     >>> from megatron_zbpp.schedules.registry import find
     >>> zb_v = find('zb-v')
@@ -16,7 +16,8 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 from megatron_zbpp.ir import Schedule
@@ -28,30 +29,21 @@ EVEN = range(2, sys.maxsize, 2)
 
 _OPTIONS = ('num_chunks', 'costs', 'memory_limit', 'together', 'num_slices')
 _OURS = 'megatron_zbpp.'  # what names of our own modules begin with
+_MOVING = {'offload', 'recompute', 'evict', 'moves'}  # techniques; the last: of a user's own
 
 Generator = TypeVar('Generator', bound=Callable[..., Schedule])
 
 
 class Sizes(NamedTuple):
-    """The sizes that the bubble and the memory of a family depend on.
+    """The sizes that the bubble and the memory of a family depend on."""
 
-    Attributes:
-        p: ranks.
-        m: microbatches.
-        v: chunks per rank.
-        F: time of a forward of one microbatch on a full rank, of all its chunks together.
-        B: the same of its input gradient.
-        W: the same of its weight gradient.
-        n: slices of a sequence.
-    """
-
-    p: int
-    m: int
-    v: int = 1
-    F: float = 1.0
-    B: float = 1.0
-    W: float = 1.0
-    n: int = 1
+    p: int  # ranks
+    m: int  # microbatches
+    v: int = 1  # chunks per rank
+    F: float = 1.0  # time of a forward of one microbatch on a full rank, of all its chunks
+    B: float = 1.0  # the same of its input gradient
+    W: float = 1.0  # the same of its weight gradient
+    n: int = 1  # slices of a sequence
 
     @property
     def S(self) -> float:
@@ -70,19 +62,12 @@ def _everywhere(sizes: Sizes) -> bool:
 
 @dataclass(frozen=True)
 class Formula:
-    """A number that follows from sizes, and how a table writes it.
+    """A number that follows from sizes, and how a table writes it."""
 
-    Attributes:
-        text: for people, the condition included: `(p-1)(F+B+W)/v (m >= p)`.
-        value: the number.
-        where: whether the number is promised at these sizes: tests hold it against simulation.
-        at_most: whether what is promised is no more than the number, and not just it.
-    """
-
-    text: str
+    text: str  # for people, the condition included: `(p-1)(F+B+W)/v (m >= p)`
     value: Callable[[Sizes], float]
-    where: Callable[[Sizes], bool] = _everywhere
-    at_most: bool = False
+    where: Callable[[Sizes], bool] = _everywhere  # sizes at which the number is promised
+    at_most: bool = False  # the promise is an upper bound
 
     def __call__(self, sizes: Sizes) -> float:
         """Return the number, also where it is not promised."""
@@ -94,94 +79,88 @@ class Formula:
 
 @dataclass(frozen=True)
 class Family:
-    """A schedule family: how to generate it, and what a table says of it.
+    """A schedule family: how to generate it, and what a table says of it."""
 
-    Attributes:
-        name: the canonical name; case, `-` and `_` do not matter in a look-up. For a family of
-            somebody else's module its address, `package.module:name`.
-        generate: `generate(num_ranks, num_microbatches, **options)` returns the Schedule.
-        summary: one line.
-        bubble: idle time of the worst rank within its window.
-        memory: peak on the worst rank, in activations of one microbatch on a full rank.
-        source: the paper, and where in it.
-        aliases: other names, of torch, Megatron, the research fork and others.
-        chunks: the numbers of chunks per rank that the family can take.
-        default_chunks: the number of chunks where the caller names none.
-        options: which of `num_chunks`, `costs`, `memory_limit`, `together` and `num_slices` the
-            generator takes.
-        min_ranks: fewest ranks that it can take.
-        moves: whether it has passes that move activations, beside F, B and W.
-        default_slices: the number of slices of a sequence where the caller names none.
-        num_routes: ways through the ranks: copies of the weights that all ranks together hold.
-        asynchronous: whether it steps without a flush: what it makes is several calls of m.
-        in_shards: whether its schedules have the output layer on all ranks.
-    """
-
-    name: str
-    generate: Callable[..., Schedule] = field(repr=False)
-    summary: str
-    bubble: Formula | None
-    memory: Formula | None
-    source: str
-    aliases: tuple[str, ...] = ()
-    chunks: range = ONE
+    name: str  # canonical; of a user's own module its address, `package.module:name`
+    order: Callable[..., Schedule] | str = field(repr=False)  # the generator, or `module:function`
+    summary: str  # one line
+    bubble: Formula | None  # idle time of the worst rank within its window
+    memory: Formula | None  # peak on the worst rank, in activations of a microbatch on a full rank
+    source: str  # the paper, and where in it
+    when: str = ''  # the case in which to take it
+    aliases: tuple[str, ...] = ()  # names of torch, Megatron, the research fork and others
+    placement: str = 'loop'  # or `v`, `wave` (of two chunks it is a V), `two-way`
+    chunks: range = ONE  # numbers of chunks per rank that it can take
     default_chunks: int = 1
-    options: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()  # keyword arguments of the generator beside its sizes
     min_ranks: int = 1
-    moves: bool = False
-    default_slices: int = 1
-    num_routes: int = 1
-    asynchronous: bool = False
-    in_shards: bool = False
+    techniques: tuple[str, ...] = ()  # of its schedules, by their folders in `techniques`
+    default_slices: int = 1  # of a sequence, where the caller names no number
+    tier: str = ''  # of the catalogue; none for a user's own
+
+    @cached_property
+    def generate(self) -> Callable[..., Schedule]:
+        """`generate(num_ranks, num_microbatches, **options)` returns the schedule."""
+        if not isinstance(self.order, str):
+            return self.order
+        module, function = self.order.split(':')
+        parent = _OURS.removesuffix('.') if '.' in module else __package__
+        return getattr(importlib.import_module(f'{parent}.{module}'), function)
+
+    @property
+    def moves(self) -> bool:
+        """True if its schedules have passes that move activations, beside F, B and W."""
+        return bool(_MOVING.intersection(self.techniques))
+
+    @property
+    def num_routes(self) -> int:
+        """Ways through the ranks: copies of the weights that all ranks together hold."""
+        return 2 if 'two_way' in self.techniques else 1
+
+    @property
+    def asynchronous(self) -> bool:
+        """True if it steps without a flush: its schedule is several calls of m microbatches."""
+        return 'updates' in self.techniques
+
+    @property
+    def in_shards(self) -> bool:
+        """True if its schedules have the output layer on all ranks."""
+        return 'vocabulary' in self.techniques
 
     def label(self, num_chunks: int) -> str:
         """Return the name, and the chunks per rank where they are not the default: `gis v=4`."""
         return self.name if num_chunks == self.default_chunks else f'{self.name} v={num_chunks}'
 
 
+RECOMMENDED, MORE, PAPERS = TIERS = 'recommended', 'more', 'papers'
+"""Tiers of the catalogue, each a table of `schedules/catalogue`."""
+
 ASYNCHRONOUS = 'pipedream', 'pipedream-2bw', 'paci', 'pipemare', 'wpipe', 'wpipe-joint'
-# The library's own, by the modules that register them, of this room or of another; their order is
-# that of `zbpp list`. A module is imported when one of its families is asked for.
-_MODULES = {
-    'gpipe': ('gpipe',),
-    'one_f_one_b': ('1f1b',),
-    'one_f_one_b_pb': ('1f1b-pb',),
-    'kfkb': ('kfkb',),
-    'two_bp': ('2bp', '2bp-1f1b'),
-    'techniques.recompute.families': ('merak', 'varuna'),
-    'techniques.evict.families': ('bpipe',),
-    'interleaved': ('interleaved',),
-    'breadth_first': ('breadth-first',),
-    'zb_h': ('zb-h1', 'zb-h2'),
-    'zb_auto': ('zb-1p', 'zb-2p'),
-    'zb_v': ('zb-v',),
-    'v_controlled': ('v-half', 'v-min'),
-    'v_1f1b': ('1f1b-v',),
-    'zb_interleaved': ('zb-interleaved',),
-    'gis': ('gis', 'gis-h'),
-    'pipe_offload': ('po',),
-    'techniques.offload.families': ('po-h', 'po-f'),
-    'hanayo': ('hanayo',),
-    'dualpipe_v': ('dualpipe-v',),
-    'stp': ('stp',),
-    'zeropp': ('zeropp',),
-    'techniques.slices.families': (
-        'seq1f1b',
-        'seq1f1b-zb',
-        'seq-zb-v',
-        'seq1f1b-interleaved',
-    ),
-    'techniques.vocabulary.families': ('slimpipe',),
-    'techniques.two_way.families': (
-        'chimera',
-        'chimera-zb',
-        'chimera-doubling',
-        'gems',
-        'dualpipe',
-        'bitpipe',
-    ),
-    'techniques.updates.families': ASYNCHRONOUS,
-}
+# The library's own, in the order of `zbpp list`: runs of names, each from the table of one tier. A
+# table is imported when one of its names is asked for, and all are for an alias.
+_INDEX = (
+    (MORE, ('gpipe',)),
+    (RECOMMENDED, ('1f1b',)),
+    (MORE, ('1f1b-pb', 'kfkb')),
+    (PAPERS, ('2bp', '2bp-1f1b', 'merak', 'varuna')),
+    (MORE, ('bpipe',)),
+    (RECOMMENDED, ('interleaved',)),
+    (MORE, ('breadth-first',)),
+    (RECOMMENDED, ('zb-h1',)),
+    (MORE, ('zb-h2', 'zb-1p')),
+    (RECOMMENDED, ('zb-2p', 'zb-v', 'v-half')),
+    (MORE, ('v-min', '1f1b-v')),
+    (RECOMMENDED, ('zb-interleaved',)),
+    (MORE, ('gis', 'gis-h')),
+    (RECOMMENDED, ('po',)),
+    (MORE, ('po-h', 'po-f')),
+    (PAPERS, ('hanayo',)),
+    (MORE, ('dualpipe-v', 'stp')),
+    (PAPERS, ('zeropp',)),
+    (MORE, ('seq1f1b', 'seq1f1b-zb', 'seq-zb-v', 'seq1f1b-interleaved', 'slimpipe')),
+    (PAPERS, ('chimera', 'chimera-zb', 'chimera-doubling', 'gems', 'dualpipe', 'bitpipe')),
+    (PAPERS, ASYNCHRONOUS),
+)
 _FAMILIES: dict[str, Family] = {}  # by name, in the order of registration
 _NAMES: dict[str, str] = {}  # of each name and alias, as look-ups compare them, the family's name
 
@@ -201,7 +180,7 @@ def family(
     asynchronous: bool = False,
     in_shards: bool = False,
 ) -> Callable[[Generator], Generator]:
-    """Return a decorator that registers a generator as a family, and give it back unchanged.
+    """Return a decorator that registers a user's generator as a family, and returns it unchanged.
 
     The generator takes `num_ranks` and `num_microbatches`, and of `num_chunks`, `costs`,
     `memory_limit`, `together` and `num_slices` those that its signature has; the defaults of its
@@ -236,11 +215,13 @@ def family(
         where = '' if module.startswith(_OURS) else f'{module}:'
         others = (*aliases, generate.__name__) if where else aliases
         slices = parameters['num_slices'].default if 'num_slices' in parameters else 1
+        declared = {'moves': moves, 'two_way': num_routes > 1}
+        declared |= {'updates': asynchronous, 'vocabulary': in_shards, 'slices': slices > 1}
         text = summary or (inspect.getdoc(generate) or 'no description').splitlines()[0]
         _enter(
             Family(
                 name=where + name,
-                generate=generate,
+                order=generate,
                 summary=text,
                 bubble=bubble,
                 memory=memory,
@@ -250,11 +231,8 @@ def family(
                 default_chunks=allowed.start if default is inspect.Parameter.empty else default,
                 options=tuple(option for option in _OPTIONS if option in parameters),
                 min_ranks=min_ranks,
-                moves=moves,
+                techniques=tuple(name for name, has in declared.items() if has),
                 default_slices=slices,
-                num_routes=num_routes,
-                asynchronous=asynchronous,
-                in_shards=in_shards,
             )
         )
         return generate
@@ -283,9 +261,9 @@ def own_families(every: bool = False) -> tuple[Family, ...]:
         every: those, too, that cut sequences into slices, have two copies of the weights, or are
             asynchronous.
     """
-    for module in _MODULES:
-        _import_module(module)
-    found = (_FAMILIES[name] for names in _MODULES.values() for name in names)
+    for tier in TIERS:
+        _load(tier)
+    found = (_FAMILIES[name] for _, names in _INDEX for name in names)
     plain = (f for f in found if every or f.default_slices == f.num_routes == 1)
     return tuple(f for f in plain if every or not f.asynchronous)
 
@@ -307,7 +285,7 @@ def find(name: str) -> Family:
         raise ValueError(f'schedule {name!r} is no name: give one, such as zb-v (zbpp list)')
     module = name.strip().rpartition(':')[0]
     if _key(name) not in _NAMES:
-        _import(module, name) if module else _import_own(name)
+        _import(module, name) if module else _load_own(name)
     if _key(name) in _NAMES:
         return _FAMILIES[_NAMES[_key(name)]]
     if module:
@@ -323,17 +301,19 @@ def find(name: str) -> Family:
     raise ValueError(f'unknown schedule {name!r}: {hint}; one of your own is package.module:name')
 
 
-def _import_own(name: str) -> None:
-    """Import the module of the library's family `name`; of an alias, or an unknown name, all."""
-    for module, names in _MODULES.items():
+def _load_own(name: str) -> None:
+    """Load the table with the library's family `name`; for an alias or an unknown name, all."""
+    for tier, names in _INDEX:
         if _key(name) in map(_key, names):
-            _import_module(module)
-            return
+            return _load(tier)
     own_families()
 
 
-def _import_module(module: str) -> None:
-    importlib.import_module(_OURS + module if '.' in module else f'{__package__}.{module}')
+def _load(tier: str) -> None:
+    """Register the rows of a tier's table."""
+    for row in importlib.import_module(f'{__package__}.catalogue.{tier}').ROWS:
+        if row.name not in _FAMILIES:
+            _enter(replace(row, tier=tier))
 
 
 def _import(module: str, name: str) -> None:

@@ -1,8 +1,8 @@
-"""V-Half and V-Min: a half and a third of 1F1B's memory, on a V placement."""
+"""Controllable memory on a V placement: V-Half, V-Min, and 1F1B-V without the B/W split."""
 
 from __future__ import annotations
 
-from megatron_zbpp.ir import B, F, Pass, Placement, Schedule
+from megatron_zbpp.ir import BW, B, F, Pass, Placement, Schedule
 from megatron_zbpp.schedules.construct.building_blocks import (
     Slots,
     orders,
@@ -11,37 +11,11 @@ from megatron_zbpp.schedules.construct.building_blocks import (
     with_weights,
     without_weights,
 )
-from megatron_zbpp.schedules.construct.draft import Draft
-from megatron_zbpp.schedules.construct.list_scheduling import list_schedule
-from megatron_zbpp.schedules.registry import TWO, Formula, Sizes, family
+from megatron_zbpp.schedules.construct.draft import Draft, list_schedule
 
-_INTERVAL = 6  # slots from one microbatch to the next: F, B and W of two chunks
+_INTERVAL = 6  # slots from one microbatch to the next: F, B and W, or F and BW, of two chunks
 
 
-def _half_bubble(at: Sizes) -> float:
-    """Return the bubble of V-Half where F=B=W."""
-    return max(0, 3 * at.p - (4 if at.p % 2 else 7)) / 2 * at.F
-
-
-def _min_bubble(at: Sizes) -> float:
-    """Return the most bubble of V-Min where F=B=W."""
-    return (4 * at.p - (5 if at.p % 3 else 7)) / 2 * at.F
-
-
-@family(
-    'v-half',
-    summary='less than half the bubble of 1F1B in (p+2)/2 of its p activations, on a V placement',
-    bubble=Formula(
-        '(3p-7)F/2 even p, (3p-4)F/2 odd p (F=B=W)',
-        _half_bubble,
-        lambda at: at.m >= 2 * at.p and at.equal,
-    ),
-    memory=Formula('floor((p+2)/2)', lambda at: min((at.p + 2) // 2, at.m)),
-    source='Controllable Memory, arXiv 2405.15362',
-    aliases=('half',),
-    chunks=TWO,
-    min_ranks=2,
-)
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     """V-Half: (p+2)/2 of 1F1B's p activations and less than half of its bubble.
 
@@ -64,8 +38,6 @@ def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     - Bubble where F=B=W, m >= 2p: (3p-7)/2 for even p >= 4, (3p-4)/2 for odd p; window 0 at p = 2.
     - Peak memory: floor((p+2)/2) activations, at most m. At small p that saves little: 3 of 4 at
       p = 4, 5 of 8 at p = 8.
-    - When: memory is short and m is large. F, B and W that differ cost it little: the bubble still
-      vanishes with m. Twice the messages of 1F1B.
     """
     p = num_ranks
     shift = 3 if p % 2 == 0 else 0
@@ -78,21 +50,6 @@ def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     return _controlled('v-half', p, num_microbatches, block, peak=(p + 2) // 2)
 
 
-@family(
-    'v-min',
-    summary='(p+4)/3 of the p activations of 1F1B, on a V placement; poor where F, B, W differ',
-    bubble=Formula(
-        'at most (4p-5)F/2 (F=B=W)',
-        _min_bubble,
-        lambda at: at.m >= 2 * at.p and at.equal,
-        at_most=True,
-    ),
-    memory=Formula('floor((p+4)/3)', lambda at: min((at.p + 4) // 3, at.m)),
-    source='Controllable Memory, arXiv 2405.15362',
-    aliases=('min',),
-    chunks=TWO,
-    min_ranks=2,
-)
 def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
     """V-Min: towards a third of 1F1B's memory, where F, B and W are equal.
 
@@ -113,10 +70,6 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
 
     - Bubble where F=B=W, m >= 2p: at most (4p-7)/2 if 3 divides p, (4p-5)/2 otherwise.
     - Peak memory: floor((p+4)/3) activations, at most m: 2 of 4 at p = 4, 4 of 8 at p = 8.
-    - When: F, B and W take the same time, or nothing else fits. Where they differ, which is the
-      normal case, every microbatch adds some bubble and it does not vanish with m: at p = 8, m = 64
-      and 1/1.2/0.8 it is .21 of the makespan, and 1F1B's .10 ("comparable throughput" in the paper
-      means that). `v-half` does not have this flaw. Twice the messages of 1F1B.
     """
     p = num_ranks
     shift = 2 if p % 3 == 0 else 0
@@ -150,3 +103,48 @@ def _draft(
     slots = tighten(without_weights(slots), placement, limit, start=last + 1)
     lanes = [[order] for order in orders(slots, placement)]
     return list_schedule(placement, num_microbatches, lanes, memory_limit=peak)
+
+
+def v_1f1b(num_ranks: int, num_microbatches: int) -> Schedule:
+    """1F1B-V: 1F1B on a V placement, its stages' long and short activation lifetimes paired.
+
+    Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, appendix: a building
+    block without the B/W split.
+
+        >>> print(grid(v_1f1b(3, 4), width=76))
+        rank 0   0F0   0F1   0F2   0F3   5F0   5BW0  5F1   5BW1  5F2   5BW2  5F3…
+        rank 1   1F0   1F1   1F2   4F0   1F3   4F1   4BW0  4F2   4BW1  1BW0  4F3…
+        rank 2   2F0   3F0   2F1   3F1   2F2   3F2   3BW0  2BW0  2F3   3F3   3BW1…
+
+    - Bubble where F=B=W, m >= 2p: (5p-5)/2 for p = 1 mod 3, else at most (5p-7)/2, 2 at p = 2
+      (1F1B: 3p-3).
+    - Peak memory: floor(2p/3)+1 activations, at most m. The claimed 2/3 of 1F1B's is approached as
+      p grows and met nowhere: 3 of 4 at p = 4, 6 of 8 at p = 8, 11 of 16 at p = 16.
+    """
+    p = num_ranks
+    placement = Placement.v(p)
+    slots = repeat(_block(p), _INTERVAL, num_microbatches)
+    slots = tighten(slots, placement, limit=2 * (2 * p // 3 + 1))
+    return Schedule.of('1f1b-v', placement, num_microbatches, orders(slots, placement))
+
+
+def _block(p: int) -> dict[tuple[str, int], int]:
+    """Place forwards slot after slot, each backward as early as the interval has room for it."""
+    block = {(F, stage): stage for stage in range(2 * p)}
+    ready, other = 2 * p, {}
+    for rank in range(p):
+        places = _places(rank, 2 * p - 1 - rank)
+        first, other[rank] = sorted(places, key=lambda place: (place - ready) % _INTERVAL)
+        block[BW, 2 * p - 1 - rank] = ready + (first - ready) % _INTERVAL
+        ready = block[BW, 2 * p - 1 - rank] + 2
+    for rank in reversed(range(p)):
+        block[BW, rank] = ready + (other[rank] - ready) % _INTERVAL
+        ready = block[BW, rank] + 2
+    return block
+
+
+def _places(*forwards: int) -> tuple[int, int]:
+    """Return slots, modulo the interval, where both backwards fit around these forwards."""
+    taken = {slot % _INTERVAL for slot in forwards}
+    free = [at for at in range(_INTERVAL) if at not in taken and (at + 1) % _INTERVAL not in taken]
+    return next((a, b) for a in free for b in free if (b - a) % _INTERVAL in (2, 3))

@@ -28,24 +28,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_zbpp.ir import B, F, Pass, Placement, Schedule, W
 from megatron_zbpp.schedules.construct.draft import Draft, within
-from megatron_zbpp.schedules.registry import Formula, family
 
 if TYPE_CHECKING:
     from megatron_zbpp.ir.costs import Costs
 
 
-@family(
-    'zb-1p',
-    summary='automatic order for measured times, in the memory of 1F1B',
-    bubble=Formula(
-        '(p-1)(F+B-W)',
-        lambda at: (at.p - 1) * (at.F + at.B - at.W),
-        lambda at: at.m >= 2 * at.p and at.equal,
-    ),
-    memory=Formula('p, or the limit', lambda at: min(at.p, at.m)),
-    source='Zero Bubble, arXiv 2401.10241, section 3.1',
-    aliases=('zero-bubble-heuristic',),
-)
 def zb_1p(
     num_ranks: int,
     num_microbatches: int,
@@ -67,8 +54,6 @@ def zb_1p(
       rates it has to four decimals.
     - Peak memory: `memory_limit`; by default p activations of each rank's own stage, and what one
       B adds where more waits for W than F left.
-    - When: on a loop placement with one stage a rank, for measured times. A limit below p makes it
-      collapse (p=8, m=16: worse than 1F1B at 7): use `v-half` there.
 
     Raises:
         ValueError: `memory_limit` does not hold one activation.
@@ -76,13 +61,6 @@ def zb_1p(
     return _best('zb-1p', num_ranks, num_microbatches, costs, memory_limit, num_ranks)
 
 
-@family(
-    'zb-2p',
-    summary='automatic order for measured times, in twice that memory; needs post-validation',
-    bubble=Formula('about 0', lambda at: 0.0, lambda at: at.m >= 2 * at.p and at.equal),
-    memory=Formula('2p, or the limit', lambda at: min(2 * at.p, at.m)),
-    source='Zero Bubble, arXiv 2401.10241, section 3.1',
-)
 def zb_2p(
     num_ranks: int,
     num_microbatches: int,
@@ -103,8 +81,6 @@ def zb_2p(
       after another, is ZB-1p's where F=B=W.
     - Peak memory: `memory_limit`; by default 2p activations of each rank's own stage, and what one
       B adds where more waits for W than F left.
-    - When: with the optimizer barrier removed (post-validation) and memory to spare. With the
-      barrier it buys next to nothing over `zb-1p`, and `zb-v` is better in half the memory.
 
     Raises:
         ValueError: `memory_limit` does not hold one activation.

@@ -3,22 +3,9 @@
 from __future__ import annotations
 
 from megatron_zbpp.ir import Placement, Schedule
-from megatron_zbpp.schedules.construct.orders import split_one_forward_one_backward
-from megatron_zbpp.schedules.registry import Formula, family
+from megatron_zbpp.schedules.construct.phases import split_one_forward_one_backward
 
 
-@family(
-    'zb-h1',
-    summary='1F1B with deferred weight gradients, in the memory of 1F1B',
-    bubble=Formula(
-        '(p-1)(F+B-W)',
-        lambda at: (at.p - 1) * (at.F + at.B - at.W),
-        lambda at: at.m >= 2 * at.p - 1,
-    ),
-    memory=Formula('p', lambda at: min(at.p, at.m)),
-    source='Zero Bubble, arXiv 2401.10241, section 2.3.1',
-    aliases=('zero-bubble', 'zbb', 'h1'),
-)
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     """ZB-H1: 1F1B whose weight gradients wait, so that every rank's last Bs come earlier.
 
@@ -33,24 +20,10 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     - Bubble: (p-1)(F+B-W): a third of 1F1B's where F=B=W.
     - Peak memory: p activations on every rank, of which rank s holds s for W only: what B gives
       back of those is gone.
-    - When: instead of 1F1B, always: same memory on the worst rank, same communication. `zb-v` has
-      half its idle GPU time where F=B=W, for twice the communication.
     """
     return _handcrafted('zb-h1', num_ranks, num_microbatches, laps=1)
 
 
-@family(
-    'zb-h2',
-    summary='no bubble in any window, for twice the memory; needs post-validation',
-    bubble=Formula(
-        '(p-1)(F+B-2W)',
-        lambda at: (at.p - 1) * (at.F + at.B - 2 * at.W),
-        lambda at: at.m >= 2 * at.p - 1 and at.F + at.B >= 2 * at.W,
-    ),
-    memory=Formula('2p-1', lambda at: min(2 * at.p - 1, at.m)),
-    source='Zero Bubble, arXiv 2401.10241, section 2.3.2',
-    aliases=('h2',),
-)
 def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     """ZB-H2: enough forwards up front to fill the whole warm-up, so that no rank ever waits.
 
@@ -64,9 +37,6 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     - Bubble: (p-1)(F+B-2W) within each rank's window: 0 where F=B=W and m >= 2p-1. Windows are
       skewed: rank s starts s F later. Makespan, which counts where all ranks meet before the
       optimizer step, is ZB-H1's.
-    - Peak memory: 2p-1 activations.
-    - When: only with the optimizer barrier removed (post-validation) and memory to spare. With the
-      barrier it buys nothing over `zb-h1`; `zb-v` reaches the same in half the memory.
     """
     return _handcrafted('zb-h2', num_ranks, num_microbatches, laps=2)
 

@@ -3,23 +3,10 @@
 from __future__ import annotations
 
 from megatron_zbpp.ir import Phase, Placement, Schedule, W
-from megatron_zbpp.schedules.construct.list_scheduling import list_schedule
+from megatron_zbpp.schedules.construct.draft import list_schedule
 from megatron_zbpp.schedules.construct.phases import phases
-from megatron_zbpp.schedules.registry import TWO, Formula, family
 
 
-@family(
-    'zb-v',
-    summary='no bubble in any window, in the memory of 1F1B, on a V placement',
-    bubble=Formula(
-        '0 (F=B=W, m >= 2p-1)', lambda at: 0, lambda at: at.m >= 2 * at.p - 1 and at.equal
-    ),
-    memory=Formula('p', lambda at: min(at.p, at.m)),
-    source='Zero Bubble, arXiv 2401.10241, section 6',
-    aliases=('ZBVZeroBubble', 'ScheduleZBVZeroBubble', 'V-ZB', 'zbv-formatted', 'ZBVPP', 'zb'),
-    chunks=TWO,
-    min_ranks=2,
-)
 def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """ZB-V: rank s holds stages s and 2p-1-s, so that the first rank to start also has the loss.
 
@@ -35,10 +22,6 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
       longer, since rank p-1 starts as much later. For p <= m < 2p-1 the window has (2p-1-m)/2 and
       the makespan still (p-1)/2; for m < p both grow to the lone microbatch's, 2p-5/2 at m = 1.
     - Peak memory: p activations on every rank, never more; at most m.
-    - When: the first choice at the memory of 1F1B. It sends twice the messages (none at the fold on
-      rank p-1), and F, B and W that differ bring some bubble back (p=8, m=24, 1/1.2/0.8: 5.5 % of
-      the makespan), which a planned schedule avoids. `zb-interleaved` with more chunks can be
-      better still where messages cost little.
     """
     p, m = num_ranks, num_microbatches
     placement = Placement.v(p)

@@ -35,7 +35,7 @@ def find(name: str) -> Technique:
         return _OWN[name]
     if name not in NAMES:
         raise ValueError(f'action {name!r} is unknown: use {", ".join((*NAMES, *_OWN))}')
-    return importlib.import_module(f'{__name__}.{name}.technique').TECHNIQUE
+    return importlib.import_module(f'{__name__}.{name}.place').TECHNIQUE
 
 
 def find_all(names: Iterable[str]) -> tuple[Technique, ...]:

@@ -6,44 +6,29 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir import B, F, Schedule, Task, W
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.graph import PARTNER, Graph
+from megatron_zbpp.ir.graph import HOST, PARTNER, TRANSFERS, Graph
 from megatron_zbpp.techniques.amounts import Amount, chunks_of
 
 
 class Life(NamedTuple):
-    """The activation of a microbatch of a stage, whatever is done with it.
+    """The activation of a microbatch of a stage, whatever is done with it."""
 
-    Attributes:
-        held: how much it is.
-        forward: time of F, on its rank.
-        backward: time of B.
-        there: least time from the start of F to the end of B.
-        speed: of its rank.
-        stays: nothing moves what F saves, where it runs again.
-    """
-
-    held: float
-    forward: float
-    backward: float
-    there: float
-    speed: float
-    stays: bool
+    held: float  # how much it is
+    forward: float  # time of F, on its rank
+    backward: float  # time of B
+    there: float  # least time from the start of F to the end of B
+    speed: float  # of its rank
+    stays: bool  # nothing moves what F saves, where it runs again
 
 
 class Way(NamedTuple):
-    """Needs of one microbatch of a stage, by one technique.
+    """Needs of one microbatch of a stage, by one technique."""
 
-    Attributes:
-        passes: time of them, beside F, B and W.
-        copies: time of them.
-        held: memory x time, between F and B.
-    """
-
-    passes: float
-    copies: float
-    held: float
+    passes: float  # time of them, beside F, B and W
+    copies: float  # time of them
+    held: float  # memory x time, between F and B
 
 
 def lack_of_times(costs: Costs, kinds: Iterable[str]) -> str | None:
@@ -59,35 +44,28 @@ def lack_of_times(costs: Costs, kinds: Iterable[str]) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class Technique:
-    """A technique: all that others know of it.
+    """A technique: all that others know of it."""
 
-    Attributes:
-        name: by which a user asks for it.
-        words: what becomes of activations, for people.
-        graph: WHAT it does: a function from graph to graph, whose name files have. A technique of
-            one's own has that name, too.
-        place: `place(schedule, stages, costs, limits)` puts its passes for these stages into
-            orders: where a rank holds more than its limit, or wherever there is time.
-        to: the pool to which it moves activations; None: it moves none.
-        request: `request(schedule, amount, costs)` places as much as a user asks for; None: a user
-            cannot ask for it by an amount, a planner may.
-        free: the word by which a user asks for what costs no time; empty: there is none.
-        lacks: why the costs do not say what it takes; None: they do.
-        way: of costs, a stage and its activation, the least that it needs; None: it has no bound.
-        variants: further costs by which named schedules that have it are planned.
-        exact: `module:function` that solves small instances of it alone; see `planner.actions`.
-    """
-
-    name: str
-    words: str
+    name: str  # by which a user asks for it
+    words: str  # what becomes of activations, for people
+    # WHAT it does: a function from graph to graph, whose name files have. A technique of one's own
+    # has that name, too.
     graph: Callable[..., Graph]
+    # `place(schedule, stages, costs, limits)` puts its passes for these stages into orders: where a
+    # rank holds more than its limit, or wherever there is time
     place: Callable[[Schedule, Collection[int], Costs, Sequence[float]], Schedule]
-    to: str | None = None
+    to: str | None = None  # the pool to which it moves activations; None: it moves none
+    # `request(schedule, amount, costs)` places as much as a user asks for; None: a user cannot ask
+    # for it by an amount, a planner may
     request: Callable[[Schedule, Amount, Costs | None], Schedule] | None = None
-    free: str = ''
+    free: str = ''  # the word by which a user asks for what costs no time; empty: there is none
+    # why the costs do not say what it takes; None: they do
     lacks: Callable[[Costs], str | None] = lambda costs: None
+    # of costs, a stage and its activation, the least that it needs; None: it has no bound
     way: Callable[[Costs, int, Life], Way] | None = None
+    # further costs by which named schedules that have it are planned
     variants: Callable[[Costs], Iterable[Costs]] = lambda costs: ()
+    # `module:function` that solves small instances of it alone; see `planner.actions`
     exact: str = ''
 
     @property
@@ -104,3 +82,41 @@ class Technique:
         """Raise ValueError unless a user may ask for that amount, of so many chunks of a rank."""
         if not self.free or amount != self.free:
             chunks_of(amount, num_chunks, self.name, (self.free,) if self.free else ())
+
+
+USUAL_RATIO = 1.0
+"""Time of a copy out and back over that of F, B and W, where nobody says it."""
+
+
+def way_by_copies(costs: Costs, stage: int, life: Life, pool: str) -> Way:
+    """Return needs of what is held during F, until it has left, and from coming back to B's end."""
+    copies = sum(costs.time(Task(kind, stage)) for kind in TRANSFERS[pool]) / life.speed
+    return Way(0.0, copies, life.held * min(life.there, life.forward + copies + life.backward))
+
+
+def copy_ratio(costs: Costs) -> float:
+    """Return k of the worst stage: time of an activation's O and L over that of its F, B and W."""
+    works = zip(costs.times[F], costs.times[B], costs.times[W], strict=True)
+    ways = zip(*(costs.times[kind] for kind in TRANSFERS[HOST]), strict=True)
+    found = (sum(way) / sum(work) for way, work in zip(ways, works, strict=True) if sum(work))
+    return max(found, default=0.0)
+
+
+def with_copies(costs: Costs, ratio: float = USUAL_RATIO, between: Iterable[str] = ()) -> Costs:
+    """Return `costs` with times of copies, where they have none: half of `ratio` (F + B + W) each.
+
+    Args:
+        costs: of the stages.
+        ratio: time of a copy out and back, over that of F, B and W of what is copied.
+        between: kinds of copies between ranks that take as long.
+
+    Raises:
+        ValueError: a ratio that is no number above 0.
+    """
+    if not ratio > 0:
+        raise ValueError(f'a copy both ways in {ratio} of the time of F, B and W: give more than 0')
+    if TRANSFERS[HOST].out in costs.times:
+        return costs
+    works = zip(costs.times[F], costs.times[B], costs.times[W], strict=True)
+    ways = tuple(ratio * sum(work) / 2 for work in works)
+    return costs.with_times(**dict.fromkeys((*TRANSFERS[HOST], *between), ways))

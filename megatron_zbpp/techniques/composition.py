@@ -13,15 +13,10 @@ from megatron_zbpp.techniques import NAMES
 
 
 class Clash(NamedTuple):
-    """A pair that does not go together.
+    """A pair that does not go together."""
 
-    Attributes:
-        reason: why the second cannot be added to a schedule that has the first.
-        cure: what to do.
-    """
-
-    reason: str
-    cure: str
+    reason: str  # why the second cannot be added to a schedule that has the first
+    cure: str  # what to do
 
 
 OVERLAP = 'overlap'  # pairs of F and BW that a model runs as one: not of the graph

@@ -30,7 +30,7 @@ from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.key import key_of
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.schedules import FAMILIES, build
-from megatron_zbpp.techniques.copies import with_copies
+from megatron_zbpp.techniques.base import with_copies
 from megatron_zbpp.techniques.offload.place import offloaded, with_offload
 from megatron_zbpp.techniques.recompute.place import with_recomputation
 

@@ -22,6 +22,7 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.mcore import refusals
 from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques import ASKED, NAMES, find
+from megatron_zbpp.techniques.base import with_copies
 from megatron_zbpp.techniques.composition import (
     ADDED,
     CLASHES,
@@ -33,11 +34,9 @@ from megatron_zbpp.techniques.composition import (
     table,
     techniques_of,
 )
-from megatron_zbpp.techniques.copies import with_copies
 from megatron_zbpp.techniques.offload.place import offloaded
 from megatron_zbpp.techniques.recompute.place import recomputed
-from megatron_zbpp.techniques.vocabulary.embedding import with_embedding
-from megatron_zbpp.techniques.vocabulary.place import with_shards
+from megatron_zbpp.techniques.vocabulary.place import with_embedding, with_shards
 
 P, M = 4, 8
 PAIRS = [*itertools.product(TRAINED, ADDED)]

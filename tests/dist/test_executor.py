@@ -15,8 +15,7 @@ from stages import ROWS, WIDTH, LinearStage, reference, uneven
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.lowering import lower
-from megatron_zbpp.analysis.posting import BY_TAKER, LATE
-from megatron_zbpp.analysis.program import Receive
+from megatron_zbpp.analysis.program import BY_TAKER, LATE, Receive
 from megatron_zbpp.ir import BW, F, Pass, Schedule, W
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import HostClock

@@ -15,7 +15,7 @@ from devtools import nccl
 from megatron_zbpp.analysis.deadlock import DeadlockError, Rule, prove
 from megatron_zbpp.analysis.evaluation import evaluation
 from megatron_zbpp.analysis.lowering import lower
-from megatron_zbpp.analysis.posting import BY_TAKER, EARLY, LATE, LATEST
+from megatron_zbpp.analysis.program import BY_TAKER, EARLY, LATE, LATEST
 from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
 from megatron_zbpp.ir import W
 from megatron_zbpp.runtime.activations.store import ActivationStore

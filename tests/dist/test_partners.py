@@ -25,8 +25,7 @@ from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.schedules import build
-from megatron_zbpp.techniques.evict.families import bound
-from megatron_zbpp.techniques.evict.place import with_eviction
+from megatron_zbpp.techniques.evict.place import bound, with_eviction
 from megatron_zbpp.techniques.recompute.place import recomputed
 
 CPU = torch.device('cpu')

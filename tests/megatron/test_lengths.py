@@ -9,7 +9,7 @@ from grids import grid
 from models import Job, check, train
 from supported import supports
 
-from megatron_zbpp.analysis.posting import BY_TAKER
+from megatron_zbpp.analysis.program import BY_TAKER
 from megatron_zbpp.analysis.simulator import simulate
 
 pytestmark = pytest.mark.shared

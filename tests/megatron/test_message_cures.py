@@ -31,7 +31,7 @@ ROOMS = (
     'mcore',
     'guests',
     'emulation',
-    'analysis/posting.py',
+    'analysis/program.py',
     'partitioning/freeze_plans.py',
     'schedules/__init__.py',
     'schedules/registry.py',

@@ -10,7 +10,7 @@ from supported import supports
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import FAMILIES, build, find
-from megatron_zbpp.techniques.copies import with_copies
+from megatron_zbpp.techniques.base import with_copies
 from megatron_zbpp.techniques.offload.place import offloaded, with_offload
 from megatron_zbpp.techniques.recompute.place import with_recomputation
 

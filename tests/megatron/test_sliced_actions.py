@@ -15,7 +15,7 @@ from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner.actions import plan_within
-from megatron_zbpp.techniques.copies import with_copies
+from megatron_zbpp.techniques.base import with_copies
 from megatron_zbpp.techniques.evict.place import with_eviction
 from megatron_zbpp.techniques.slices.balance import Attention, in_parts
 from megatron_zbpp.techniques.slices.graph import Slicing, sized

@@ -25,8 +25,7 @@ from megatron_zbpp.techniques.composition import (
     techniques_of,
 )
 from megatron_zbpp.techniques.evict.place import with_eviction
-from megatron_zbpp.techniques.vocabulary.embedding import with_embedding
-from megatron_zbpp.techniques.vocabulary.place import with_shards
+from megatron_zbpp.techniques.vocabulary.place import with_embedding, with_shards
 
 pytestmark = pytest.mark.shared
 LAYERS = {VOCABULARY: OUTPUT, EMBEDDING: BOTH}

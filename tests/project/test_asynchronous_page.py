@@ -10,7 +10,7 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques.composition import TRAINED_BY
-from megatron_zbpp.techniques.updates.steady_state import SteadyState, steady_state
+from megatron_zbpp.techniques.updates.versions import SteadyState, steady_state
 from scripts.benchmark_asynchronous import METHODS, SAME, STOCK, period
 
 PAGE = (ROOT / 'docs' / 'asynchronous.md').read_text()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import inspect
 import sys
 
 import pytest
@@ -10,7 +12,8 @@ from commands import run
 from paths import ROOT
 
 import megatron_zbpp
-from megatron_zbpp.schedules import registry
+from megatron_zbpp.schedules import build, find, registry
+from megatron_zbpp.techniques.composition import techniques_of
 
 # Prints which modules of ours a fresh process has once it has run the line.
 LOADED = """
@@ -73,7 +76,7 @@ def test_a_training_loads_no_search_no_picture_and_no_guest():
     modules = loaded(ENABLED.format("'zb-h1'"))
     assert not rooms(modules) & SEARCHES
     assert guests(modules) == GUESTS
-    assert families(modules) == {'zb_h'}
+    assert families(modules) == {'catalogue.recommended'}, 'the order is made with the model'
     idle = {'techniques.offload.place', 'techniques.recompute.place', 'runtime.activations.store'}
     assert not modules & idle, 'nothing is offloaded, and nothing runs again'
     divided = {name for name in modules if 'vocabulary' in name or name == 'runtime.collectives'}
@@ -109,21 +112,27 @@ def test_a_guest_that_is_asked_for_comes_alone(asked, guest, searches):
     assert rooms(modules) & SEARCHES == searches
 
 
+TABLES = {f'catalogue.{tier}' for tier in registry.TIERS}
+PAPERS = {'catalogue.papers'}
+FOLDERS = {'sliced': 'slices', 'split_vocabulary': 'vocabulary', 'updating': 'updates'}
+
+
 def families(modules: set[str]) -> set[str]:
-    """Return the modules of schedule families, but not what several of them share."""
-    derived = {name for name in modules if name.endswith('.families')}
-    names = {name.partition('.')[2] for name in modules if name.startswith('schedules.')}
-    return {name for name in names if not name.startswith('construct')} - {'registry'} | derived
+    """Return the modules of orders, and the tables, but not what several of them share."""
+    orders = {row.order.partition(':')[0] for row in registry.own_families(every=True)}
+    names = {name.removeprefix('schedules.') for name in modules}
+    return names & (orders | TABLES)
 
 
 @pytest.mark.parametrize(
     ('line', 'made_by'),
     [
-        ("build('zb-h1', 2, 4)", {'zb_h'}),
-        ("build('ZB_h1', 2, 4)", {'zb_h'}),
-        ("build('bpipe', 2, 4)", {'techniques.evict.families', 'one_f_one_b'}),
-        ("build('ZBVPP', 2, 4)", set(registry._MODULES)),  # an alias
-        ('FAMILIES', set(registry._MODULES)),
+        ("build('zb-h1', 2, 4)", {'zb_h', 'catalogue.recommended'}),
+        ("build('ZB_h1', 2, 4)", {'zb_h', 'catalogue.recommended'}),
+        ("build('gpipe', 2, 4)", {'whole_backwards', 'catalogue.recommended', 'catalogue.more'}),
+        ("build('bpipe', 2, 4)", {'techniques.evict.place', 'whole_backwards', *TABLES - PAPERS}),
+        ("build('ZBVPP', 2, 4)", {'zb_v', *TABLES}),  # an alias
+        ('FAMILIES', TABLES),
     ],
 )
 def test_a_schedule_is_made_by_its_own_module(line, made_by):
@@ -131,9 +140,29 @@ def test_a_schedule_is_made_by_its_own_module(line, made_by):
     assert families(loaded(code)) == made_by
 
 
-def test_each_module_registers_what_the_table_says():
-    found: dict[str, list[str]] = {}
+def test_each_row_says_what_its_order_is():
+    """Options, chunks, placement and techniques are known before a schedule is made."""
     for each in registry.own_families(every=True):
-        module = each.generate.__module__.removeprefix('megatron_zbpp.').removeprefix('schedules.')
-        found.setdefault(module, []).append(each.name)
-    assert found == {module: [*names] for module, names in registry._MODULES.items()}
+        parameters = inspect.signature(each.generate).parameters
+        assert each.options == tuple(name for name in registry._OPTIONS if name in parameters)
+        defaults = {
+            'num_chunks': each.default_chunks,
+            'num_slices': each.default_slices,
+        }
+        for name in defaults.keys() & parameters.keys():
+            assert parameters[name].default == defaults[name], each.name
+        assert 'num_chunks' in parameters or each.default_chunks == each.chunks.start
+        schedule = build(each.name, 4, 8)
+        shapes = {each.placement} | ({'v'} if each.placement == 'wave' else set())
+        assert schedule.placement.name in shapes, each.name
+        folders = {FOLDERS.get(name, name) for name in techniques_of(schedule)}
+        two_way = set() if schedule.placement.is_one_way else {'two_way'}
+        assert folders | two_way == {*each.techniques}, each.name
+
+
+def test_each_table_has_the_rows_of_the_index():
+    for tier in registry.TIERS:
+        table = importlib.import_module(f'megatron_zbpp.schedules.catalogue.{tier}')
+        names = [name for of, names in registry._INDEX for name in names if of == tier]
+        assert [row.name for row in table.ROWS] == names
+        assert all(find(name).tier == tier for name in names)

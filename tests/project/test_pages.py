@@ -32,7 +32,7 @@ from megatron_zbpp.schedules import build, own_families
 from megatron_zbpp.schedules.registry import find
 from megatron_zbpp.techniques.slices.balance import Attention, balanced, in_parts
 from megatron_zbpp.techniques.slices.place import in_slices
-from megatron_zbpp.techniques.updates.steady_state import steady_state
+from megatron_zbpp.techniques.updates.versions import steady_state
 from scripts import docs_gallery, flags_page, readme_picture
 
 LINK = re.compile(r'\]\(([^)#\s]+)')

@@ -25,8 +25,7 @@ from megatron_zbpp.partitioning.layers import MTP, Layers
 from megatron_zbpp.partitioning.plans import partition
 from megatron_zbpp.planner.cache import default_folder, planned
 from megatron_zbpp.planner.plans import plan
-from megatron_zbpp.techniques.vocabulary.hosts import hosts_like
-from megatron_zbpp.techniques.vocabulary.whole import has_shards
+from megatron_zbpp.techniques.vocabulary.place import has_shards, hosts_like
 
 COMMAND = (sys.executable, '-m', 'megatron_zbpp.guests.autotune.background')
 _LATE = 10  # times the seconds to search in, after which the search is taken for stuck

@@ -33,8 +33,8 @@ from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.post_validation.speculative_step import BUFFER_BYTES, KEPT_BYTES
 from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques import find as find_technique
-from megatron_zbpp.techniques.vocabulary.place import USUAL_SHARE
-from megatron_zbpp.techniques.vocabulary.whole import (
+from megatron_zbpp.techniques.vocabulary.place import (
+    USUAL_SHARE,
     WHOLE,
     has_shards,
     rival_costs,

@@ -41,12 +41,17 @@ def lines(schedule: Schedule, config: Any) -> list[str]:
     times = f'F = B = W{by_layers}' if schedule.costs is None else 'the costs of the plan'
     rival = RIVAL
     if VOCABULARY in techniques_of(schedule):
-        from megatron_zbpp.techniques.vocabulary import whole
+        from megatron_zbpp.techniques.vocabulary.place import (
+            USUAL_SHARE,
+            WHOLE,
+            rival_costs,
+            with_usual_share,
+        )
 
-        costs = whole.with_usual_share(schedule, costs)
-        alike = whole.rival_costs(schedule, costs)
-        rival += whole.WHOLE
-        times += '' if schedule.costs else f', shards {whole.USUAL_SHARE}'
+        costs = with_usual_share(schedule, costs)
+        alike = rival_costs(schedule, costs)
+        rival += WHOLE
+        times += '' if schedule.costs else f', shards {USUAL_SHARE}'
     timeline, late = simulate(schedule, costs), asynchrony(schedule)
     least = makespan_of(RIVAL, schedule, alike)
     m = late[0] if late else schedule.num_microbatches

@@ -16,7 +16,29 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from megatron_zbpp.ir import BW, B, F, Pass, Phase, W
-from megatron_zbpp.schedules.construct.groups import chunk_by_chunk
+
+
+def even_groups(num_microbatches: int, size: int) -> list[int]:
+    """Return sizes of as many groups of `size` microbatches or more as there can be, most even.
+
+    One group of all where there are fewer than `size`.
+    """
+    count = max(1, num_microbatches // size)
+    smaller, larger = divmod(num_microbatches, count)
+    return [smaller + 1] * larger + [smaller] * (count - larger)
+
+
+def chunk_by_chunk(
+    kind: str, stages: Sequence[int], groups: Iterable[int], first: int = 0
+) -> list[Pass]:
+    """Return, group by group of microbatches, all of one stage, then all of the next."""
+    through = stages if kind == F else stages[::-1]
+    passes: list[Pass] = []
+    for size in groups:
+        passes += [Pass(kind, stage, first + i) for stage in through for i in range(size)]
+        first += size
+    return passes
+
 
 _NAME = re.compile(f'({F}|{B}|{W}|{BW})([0-9]*)')
 
@@ -153,3 +175,58 @@ class _Line:
         for p in left:
             if p is not None:
                 raise ValueError(f'the table of phases ends before {p}: raise the times of a row')
+
+
+def one_forward_one_backward(
+    stages: Sequence[int], groups: Sequence[int], ahead: int
+) -> list[Phase]:
+    """Return a rank's order of 1F1B: a warm-up, F and BW by turns, and the backwards left.
+
+    >>> for label, passes in one_forward_one_backward([0, 2], groups=[2], ahead=1):
+    ...     print(f'{label:10}', *passes)
+    warm-up    0F0 0F1 2F0
+    steady     2F1 2BW0
+    cool-down  2BW1 0BW0 0BW1
+    """
+    warmup, count = _counts(stages, groups, ahead)
+    table = [
+        (warmup, 'F', 'warm-up'),
+        (count - warmup, 'F BW', 'steady'),
+        (warmup, 'BW', 'cool-down'),
+    ]
+    return phases(stages, sum(groups), table, groups)
+
+
+def split_one_forward_one_backward(
+    stages: Sequence[int], groups: Sequence[int], ahead: int, defer: int
+) -> list[Phase]:
+    """Return a rank's order of 1F1B with B and W, where W follows B once `defer` others wait.
+
+        >>> for label, passes in split_one_forward_one_backward([0], [4], ahead=1, defer=1):
+        ...     print(f'{label:10}', *passes)
+        warm-up    0F0
+        W deferred 0F1 0B0
+        steady     0F2 0B1 0W0 0F3 0B2 0W1
+        cool-down  0B3 0W2
+        W left     0W3
+
+    Args:
+        stages: of the rank, in model order.
+        groups: sizes of the groups in which microbatches go chunk by chunk, the largest first.
+        ahead: forwards in the warm-up beyond those of all chunks but the last.
+        defer: Bs that have no W yet when W begins.
+    """
+    warmup, count = _counts(stages, groups, ahead)
+    table = [
+        (warmup, 'F', 'warm-up'),
+        (defer, 'F B', 'W deferred'),
+        (count - warmup - defer, 'F B W', 'steady'),
+        (warmup, 'B W', 'cool-down'),
+        (defer, 'W', 'W left'),
+    ]
+    return phases(stages, sum(groups), table, groups)
+
+
+def _counts(stages: Sequence[int], groups: Sequence[int], ahead: int) -> tuple[int, int]:
+    """Return forwards in the warm-up, and in all."""
+    return (len(stages) - 1) * groups[0] + ahead, len(stages) * sum(groups)

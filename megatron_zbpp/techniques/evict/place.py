@@ -11,18 +11,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from math import ceil
 from typing import NamedTuple
 
-from megatron_zbpp.analysis.lifetimes import lifetimes
-from megatron_zbpp.analysis.memory import highest
+from megatron_zbpp.analysis.memory import highest, lifetimes
 from megatron_zbpp.ir import F, Pass, Schedule
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import PARTNER, TRANSFERS
+from megatron_zbpp.techniques.base import Technique, lack_of_times, way_by_copies
 from megatron_zbpp.techniques.composition import require_goes_with
 from megatron_zbpp.techniques.offload.graph import offload
+from megatron_zbpp.techniques.slices.place import in_slices
 
 _RESOLUTION = 1e-9  # of amounts, which are rounded
 _WIDTH = 16  # choices that the search for the fewest keeps
@@ -70,17 +72,11 @@ def with_eviction(
 
 
 class _Life(NamedTuple):
-    """The life of an activation: between two places of `_Order.units`.
+    """The life of an activation: between two places of `_Order.units`."""
 
-    Attributes:
-        first: of its F.
-        last: of the pass that takes it: B, or R where that comes first.
-        amount: of memory.
-    """
-
-    first: int
-    last: int
-    amount: float
+    first: int  # of its F
+    last: int  # of the pass that takes it: B, or R where that comes first
+    amount: float  # of memory
 
     @property
     def away(self) -> range:
@@ -292,3 +288,40 @@ def _stored(lives: Sequence[_Life]) -> float:
     ends = [(life.first + 1, life.amount) for life in lives]
     ends += [(life.last - 1, -life.amount) for life in lives]
     return max(accumulate(amount for _, amount in sorted(ends)), default=0.0)
+
+
+def bound(num_ranks: int, num_slices: int = 1) -> float:
+    """Return the most activations on any rank: ceil((p+2)/2), and n-1 further slices of n."""
+    return ((num_ranks + 3) // 2 + num_slices - 1) / num_slices
+
+
+def b_pipe(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
+    """BPipe: of pairs (x, p-1-x) the first sends activations to the second, and takes them back.
+
+    Kim et al., BPipe: Memory-Balanced Pipeline Parallelism, ICML 2023. Which microbatches go is a
+    search of our own for the fewest: each leaves beside the pass behind its F, and comes back
+    beside the pass before its B. (Whether it pays: arXiv 2401.02088.)
+
+        >>> print(grid(b_pipe(4, 4), width=76))
+        rank 0   0F0   0F1   0F2   0E1   0F3   0E2   0K1   0BW0  0K2   0BW1  0BW2…
+        rank 1   1F0   1F1   1F2   1BW0  1F3   1BW1  1BW2  1BW3
+        rank 2   2F0   2F1   2BW0  2F2   2BW1  2F3   2BW2  2BW3
+        rank 3   3F0   3BW0  3F1   3BW1  3F2   3BW2  3F3   3BW3
+
+    - Peak memory: ceil((p+2)/2) activations on every rank, what it stores for its partner included.
+    """
+    plain = in_slices('1f1b', num_ranks, num_microbatches, num_slices)
+    limits = [bound(num_ranks, num_slices)] * num_ranks
+    found = with_eviction(plain, range(num_ranks), Costs.uniform(plain.placement), limits)
+    return replace(found, name='bpipe', phases=())
+
+
+TECHNIQUE = Technique(
+    'evict',
+    'to a partner and back',
+    graph=offload,
+    place=with_eviction,
+    lacks=partial(lack_of_times, kinds=TRANSFERS[PARTNER]),
+    way=partial(way_by_copies, pool=PARTNER),
+    to=PARTNER,
+)

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import fsum, sqrt
+from typing import NamedTuple
 
-from megatron_zbpp.ir import B, F, W
+from megatron_zbpp.ir import B, F, Placement, W
 from megatron_zbpp.ir.costs import Costs
 
 TILE = 128  # kernels work in tiles of so many tokens
@@ -22,16 +23,11 @@ _BACKWARD = 2.5  # forwards of attention that its backward takes
 
 @dataclass(frozen=True)
 class Attention:
-    """Parts of the time of F of a whole sequence.
+    """Parts of the time of F of a whole sequence."""
 
-    Attributes:
-        share: of its time, attention over pairs of tokens; 0 where no layer attends to the whole
-            sequence.
-        fixed: time of a pass however short its slice, in times of F of a whole sequence.
-    """
-
+    # of its time, attention over pairs of tokens; 0 where no layer attends to the whole sequence
     share: float = 0.0
-    fixed: float = 0.0
+    fixed: float = 0.0  # time of a pass however short its slice, in times of F of a whole sequence
 
     def __post_init__(self) -> None:
         if not (min(self.share, self.fixed) >= 0 and self.share + self.fixed <= 1):
@@ -104,3 +100,84 @@ def in_parts(costs: Costs, sizes: Sequence[int], attention: Attention) -> Costs:
     parts = {'activation': tuple(tokens), **{kind: shares(kind) for kind in (F, B, W)}}
     made = {name: (own,) * costs.num_stages for name, own in parts.items()}
     return costs.with_parts(**{**made, **costs.parts})
+
+
+_BACK = 7 / 4
+"""Tensors of a block's backward, Q, K, V, dO and dQ, dK, dV, over Q, K, V and O of its forward."""
+
+
+class Move(NamedTuple):
+    """A block that another rank computes: queries of slice `query`, keys of slice `key`."""
+
+    query: int
+    key: int
+    source: int
+    target: int
+
+
+class Load(NamedTuple):
+    """Blocks that a rank computes for a slice, and those that it sends or is sent."""
+
+    blocks: float
+    moved: int
+
+
+def moves(running: tuple[int, ...]) -> tuple[Move, ...]:
+    """Return the blocks that move while rank r runs slice `running[r]`.
+
+    >>> moves((3, 2, 1, 0))
+    (Move(query=3, key=0, source=0, target=3),)
+    """
+    loads = [part + 0.5 for part in running]
+    given = [0] * len(running)
+    found = list[Move]()
+    while max(loads) - min(loads) > 1:
+        source, target = loads.index(max(loads)), loads.index(min(loads))
+        found.append(Move(running[source], given[source], source, target))
+        given[source] += 1
+        loads[source] -= 1
+        loads[target] += 1
+    return tuple(found)
+
+
+def loads(num_ranks: int, slices: int) -> list[list[Load]]:
+    """Return what each rank computes while it runs each slice, in a full pipeline."""
+    found = [[Load(0.0, 0)] * slices for _ in range(num_ranks)]
+    for tick in range(slices):
+        running = tuple((tick - rank) % slices for rank in range(num_ranks))
+        exchanged = moves(running)
+        for rank, part in enumerate(running):
+            out = sum(move.source == rank for move in exchanged)
+            into = sum(move.target == rank for move in exchanged)
+            found[rank][part] = Load(part + 0.5 - out + into, out + into)
+    return found
+
+
+def exchanged(
+    costs: Costs, placement: Placement, slices: int, attention: Attention, wire: float = 0.0
+) -> Costs:
+    """Return costs of equal slices whose attention ranks even out.
+
+    Args:
+        costs: of whole sequences.
+        placement: of the stages, on one route.
+        slices: n.
+        attention: what F is made of.
+        wire: time that a pass waits for a block that moves: Q, K and V there, O back. Of a backward
+            it is 7/4 as much.
+    """
+    plain = in_parts(costs, (1,) * slices, attention)
+    found, whole = loads(placement.num_ranks, slices), slices**2 / 2
+    parts = dict[str, list[tuple[float, ...]]]()
+    for kind, times in ((F, 1.0), (B, _BACK)):
+        fixed, linear, pairs = attention.of(kind)
+        for stage, time in enumerate(costs.times[kind]):
+            wait = wire * times / time if time else 0.0
+            own = found[placement.only_route[stage]]
+            parts.setdefault(kind, []).append(
+                tuple(
+                    fixed + linear / slices + pairs * load.blocks / whole + wait * load.moved
+                    for load in own
+                )
+            )
+    return plain.with_parts(**parts)

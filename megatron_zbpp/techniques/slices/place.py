@@ -18,7 +18,7 @@ from functools import partial
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import B, F, Pass, Schedule, W
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.errors import ScheduleError
+from megatron_zbpp.ir.grid import ScheduleError
 from megatron_zbpp.schedules import build, find
 from megatron_zbpp.techniques.slices.graph import sliced
 
@@ -89,11 +89,7 @@ def in_slices(
 
 
 def by_rule(units: Schedule, slices: int) -> Schedule:
-    """Return the order of m*n microbatches as that of m in n slices each: see the module's text.
-
-    Raises:
-        ValueError: it has passes that cannot be cut, or two routes.
-    """
+    """Return the order of m*n microbatches as that of m in n slices each: see the module's text."""
     if slices == 1:
         return units
     if not units.placement.is_one_way:

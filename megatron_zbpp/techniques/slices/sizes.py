@@ -15,15 +15,10 @@ LEAST = 4096  # tokens, a careful guess: docs/long-context.md
 
 @dataclass(frozen=True)
 class ToFind:
-    """Slices of equal times, whose sizes are to be found.
+    """Slices of equal times, whose sizes are to be found."""
 
-    Attributes:
-        number: of them; 0: as many as pay.
-        least: then, tokens of a slice, as a mean of all.
-    """
-
-    number: int = 0
-    least: int = LEAST
+    number: int = 0  # of them; 0: as many as pay
+    least: int = LEAST  # then, tokens of a slice, as a mean of all
 
     def __str__(self) -> str:
         if self.number:

@@ -17,8 +17,7 @@ from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.program import Instruction, Program, Receive, Send
 from megatron_zbpp.ir import F, Pass, Schedule
 from megatron_zbpp.techniques.updates.graph import UPDATE
-from megatron_zbpp.techniques.updates.steady_state import whole_calls
-from megatron_zbpp.techniques.updates.versions import updates_of
+from megatron_zbpp.techniques.updates.versions import updates_of, whole_calls
 
 _PROVEN = 4  # calls, of which the last three are equal
 
@@ -27,17 +26,12 @@ _PROVEN = 4  # calls, of which the last three are equal
 class Calls:
     """The program of each rank in each call of an endless schedule.
 
-    Attributes:
-        num_microbatches: of a call.
-        first: the program of each rank in call 0, which fills the pipeline.
-        second: in call 1; those behind it are the same, with later microbatches.
-
     Steps are no passes of them: they come behind.
     """
 
-    num_microbatches: int
-    first: tuple[Program, ...]
-    second: tuple[Program, ...]
+    num_microbatches: int  # of a call
+    first: tuple[Program, ...]  # the program of each rank in call 0, which fills the pipeline
+    second: tuple[Program, ...]  # in call 1; those behind it are the same, with later microbatches
 
     def program(self, rank: int, call: int) -> Program:
         """Return what `rank` runs in `call`; microbatches count from the first call on."""

@@ -20,7 +20,7 @@ def updating(
 ) -> Graph:
     """Return the graph where U steps a stage's weights after each `every` microbatches' last W.
 
-    The version of the weights that a forward sees (`analysis.weight_versions`) is the number of U
+    The version of the weights that a forward sees (`weight_versions`) is the number of U
     before it on its stage, or what `delays` say. On two routes one of two copies would be stepped:
     `check` refuses that.
 

@@ -1,4 +1,8 @@
-"""WHEN: orders that never drain, for so many calls that the last ones show how they go on."""
+"""Asynchronous schedules by their names: PipeDream, 2BW, PACI, PipeMare and WPipe.
+
+They never drain: a schedule is several calls of m microbatches, of which the last ones show how it
+goes on. So bubbles are those of a call in the middle.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,124 @@ from collections import Counter
 from collections.abc import Iterator
 from heapq import heappop, heappush
 
-from megatron_zbpp.ir import BW, F, Graph, Pass, Placement, Schedule
-from megatron_zbpp.techniques.updates.graph import UPDATE
+from megatron_zbpp.ir import BW, F, Graph, Pass, Placement, Schedule, chain
+from megatron_zbpp.techniques.updates.graph import CORRECTED, NEWEST, UPDATE, updating
+
+
+def pipedream(num_ranks: int, num_microbatches: int) -> Schedule:
+    """PipeDream: a backward uses the weights of its forward, which the rank has kept (stash).
+
+    Narayanan et al., arXiv 1806.03377; with gradients of m microbatches added up for each step.
+
+        >>> print(grid(pipedream(2, 2), width=76))
+        rank 0   0F0   0F1   0BW0  0F2   0BW1  0U1   0F3   0BW2  0F4   0BW3  0U3…
+        rank 1   1F0   1BW0  1F1   1BW1  1U1   1F2   1BW2  1F3   1BW3  1U3   1F4…
+
+    - Peak memory: p activations on rank 0, p-s on rank s; ceil((p-1-s)/m)+1 copies of the weights.
+    """
+    graph = updating(chain(num_ranks), num_microbatches)
+    return without_flush('pipedream', graph, num_microbatches)
+
+
+def pipedream_2bw(num_ranks: int, num_microbatches: int) -> Schedule:
+    """PipeDream-2BW: every forward and backward of batch b uses the weights of b-1 steps.
+
+    Narayanan et al., arXiv 2006.09503: W[b+1] = W[b] - lr grad f(W[b-1]). The version that is one
+    step old is there in time where m >= p-1.
+
+        >>> print(grid(pipedream_2bw(2, 2), width=76))
+        rank 0   0F0   0F1   0BW0  0F2   0BW1  0U1   0F3   0BW2  0F4   0BW3  0U3…
+        rank 1   1F0   1BW0  1F1   1BW1  1U1   1F2   1BW2  1F3   1BW3  1U3   1F4…
+
+    - Peak memory: p activations on rank 0, p-s on rank s; two copies of the weights.
+
+    Raises:
+        ValueError: fewer than p-1 microbatches.
+    """
+    if num_microbatches < num_ranks - 1:
+        raise ValueError(
+            f'pipedream-2bw with {num_microbatches} microbatches on {num_ranks} ranks needs '
+            f'weights before they are made: give at least {num_ranks - 1}, or take pipedream or '
+            'paci'
+        )
+    graph = updating(chain(num_ranks), num_microbatches, delays=(1,) * num_ranks)
+    return without_flush('pipedream-2bw', graph, num_microbatches)
+
+
+def paci(num_ranks: int, num_microbatches: int) -> Schedule:
+    """PACI: PipeDream's order without a stash; gradients of m microbatches bound what weights move.
+
+    arXiv 2606.07881. Forward and backward of a microbatch may use other weights: with m >= p-1
+    those of two versions that follow each other.
+
+        >>> print(grid(paci(2, 2), width=76))
+        rank 0   0F0   0F1   0BW0  0F2   0BW1  0U1   0F3   0BW2  0F4   0BW3  0U3…
+        rank 1   1F0   1BW0  1F1   1BW1  1U1   1F2   1BW2  1F3   1BW3  1U3   1F4…
+
+    - Peak memory: p activations on rank 0, p-s on rank s; one copy of the weights.
+    """
+    graph = updating(chain(num_ranks), num_microbatches, backward=NEWEST)
+    return without_flush('paci', graph, num_microbatches)
+
+
+def pipemare(num_ranks: int, num_microbatches: int) -> Schedule:
+    """PipeMare: backwards use w - tau d, with d the moving average of steps and tau the delay (T2).
+
+    Yang et al., arXiv 1910.05124; tau = (p-1-s)/m on rank s, as this order has it.
+
+        >>> print(grid(pipemare(2, 2), width=76))
+        rank 0   0F0   0F1   0BW0  0F2   0BW1  0U1   0F3   0BW2  0F4   0BW3  0U3…
+        rank 1   1F0   1BW0  1F1   1BW1  1U1   1F2   1BW2  1F3   1BW3  1U3   1F4…
+
+    - Peak memory: p activations on rank 0, p-s on rank s; the weights and the corrected ones, and d
+      in 4 bytes a parameter; none of these on the last rank, which has no delay.
+    """
+    graph = updating(chain(num_ranks), num_microbatches, backward=CORRECTED)
+    return without_flush('pipemare', graph, num_microbatches)
+
+
+def wpipe(num_ranks: int, num_microbatches: int) -> Schedule:
+    """WPipe: forwards of the first half of the model run a batch ahead of the second half.
+
+    Yang et al., Group-based Interleaved Pipeline Parallelism for Large-scale DNN Training, ICLR
+    2022. Weights of the first half are two copies, one step late; those of the second are one, as
+    in a synchronous schedule. The order is ours, by list scheduling.
+
+        >>> print(grid(wpipe(2, 2), width=76))
+        rank 0   0F0    0F1    2F0    2F1    0F2    0F3    2BW0   2BW1   2U1…
+        rank 1   1F0    1F1    3F0    3F1    3BW0   3BW1   3U1    1F2    1F3…
+
+    - Bubble where F=B=W: 0.5F of a call where p = m = 4, 2.5F where p = m = 8; from 2p microbatches
+      on 1.4 % and less.
+    - Peak memory: at most 2p activations; two copies of the weights of the first half, one of the
+      second.
+    """
+    graph = _of_two_groups(num_ranks, num_microbatches)
+    return in_two_groups('wpipe', graph, num_ranks, num_microbatches)
+
+
+def wpipe_joint(num_ranks: int, num_microbatches: int) -> Schedule:
+    """WPipe with one step a rank and call, behind the last backwards of both halves of the model.
+
+    Weights, delays and copies are those of `wpipe`, and so is what it trains.
+
+        >>> print(grid(wpipe_joint(2, 2), width=76))
+        rank 0   0F0    0F1    2F0    2F1    0F2    0F3    2BW0   2BW1   0BW0…
+        rank 1   1F0    1F1    3F0    3BW0   3F1    3BW1   1BW0   1BW1   1F2…
+
+    - Bubble where F=B=W: 2.5F of a call where p = m = 4, 6.5F where p = m = 8; from 2p microbatches
+      on 7 % and less.
+    - Peak memory: at most 3.5p activations, where m is 4p; two copies of the weights of the first
+      half, one of the second.
+    """
+    graph = _of_two_groups(num_ranks, num_microbatches)
+    return in_joint_calls('wpipe-joint', graph, num_ranks, num_microbatches)
+
+
+def _of_two_groups(p: int, m: int) -> Graph:
+    """Return the graph of two stages a rank, the first of them one step late."""
+    return updating(chain(2 * p), m, delays=(1,) * p + (0,) * p)
+
 
 _TIMES = {F: 1, BW: 2}
 _STEADY = 4  # a call of a draft behind which its calls are taken to repeat
@@ -22,11 +142,6 @@ def without_flush(name: str, graph: Graph, num_microbatches: int) -> Schedule:
     """Return 1F1B that goes on from batch to batch, with a step behind each (PipeDream).
 
     Rank s runs p-1-s forwards, and then forwards and backwards by turns (arXiv 1806.03377).
-
-    Args:
-        name: of the schedule.
-        graph: of a stage a rank, that `updating` made.
-        num_microbatches: of a batch, which is a call.
     """
     p, m = graph.num_stages, num_microbatches
     total = num_calls(p, m) * m
@@ -51,12 +166,6 @@ def in_two_groups(name: str, graph: Graph, num_ranks: int, num_microbatches: int
     it, a forward of its first, a backward of it. A forward waits for the version of its weights,
     and of a chunk at most p microbatches are between F and BW: of the first, which waits for the
     second, 3p.
-
-    Args:
-        name: of the schedule.
-        graph: of two stages a rank, whose forwards need the steps of one and of no batch before.
-        num_ranks: p.
-        num_microbatches: of a batch, which is a call.
     """
     draft = _Draft(num_ranks, num_microbatches, num_calls(num_ranks, num_microbatches) + 10)
     placement = Placement.loop(num_ranks, 2)
@@ -69,12 +178,6 @@ def in_joint_calls(name: str, graph: Graph, num_ranks: int, num_microbatches: in
     Each call has one order, repeated: behind the forwards of its second chunk a rank runs those of
     its first for the next batch (of more than 4p, the first 2p). Of what is ready it takes first a
     backward of its second chunk, then a forward of it, a backward of its first, a forward of that.
-
-    Args:
-        name: of the schedule.
-        graph: of two stages a rank, whose forwards need the steps of one and of no batch before.
-        num_ranks: p.
-        num_microbatches: of a batch, which is a call.
     """
     p, m = num_ranks, num_microbatches
     ahead, calls = m if m <= 4 * p else 2 * p, num_calls(p, m) + 2

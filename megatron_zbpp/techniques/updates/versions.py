@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from math import fsum
 from typing import NamedTuple
 
-from megatron_zbpp.analysis.weight_versions import weight_versions
 from megatron_zbpp.ir import B, F, Graph, Pass, Schedule
-from megatron_zbpp.techniques.updates.graph import CORRECTED, STASHED, updating
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.timeline import Timeline, idle
+from megatron_zbpp.techniques.updates.graph import CORRECTED, STASHED, UPDATE, updating
+
+
+def weight_versions(schedule: Schedule) -> dict[Pass, int]:
+    """Return for each pass how many updates of its stage come before it on its rank.
+
+    Passes of one microbatch with different versions have stale weights (PipeDream, arXiv
+    1806.03377, section 3.3: a stage keeps a copy of each version until its backward has run).
+    """
+    versions: dict[Pass, int] = {}
+    kinds = schedule.graph.kinds
+    for order in schedule.passes:
+        updates = Counter[int]()  # by stage
+        for p in order:
+            versions[p] = updates[p.stage]
+            updates[p.stage] += kinds[p.kind].of_weights
+    return versions
 
 
 class Updates(NamedTuple):
@@ -96,3 +115,66 @@ def _require(schedule: Schedule) -> Updates:
             'as pipedream'
         )
     return updates
+
+
+@dataclass(frozen=True)
+class SteadyState:
+    """A call of a schedule once the pipeline is full."""
+
+    num_microbatches: int  # of a call
+    period: float  # time of a call
+    bubble: float  # share of it in which even the busiest rank idles
+    weight_copies: tuple[int, ...]  # by stage, at most
+    delays: tuple[Delay, ...]  # by stage, steps
+
+
+def steady_state(timeline: Timeline) -> SteadyState | None:
+    """Return the steady state of a schedule; None: it has no updates, or too few calls."""
+    schedule = timeline.schedule
+    updates = updates_of(schedule.graph)
+    calls = 0 if updates is None else whole_calls(schedule)
+    if updates is None or calls < 2:
+        return None
+    m, ran = updates.every, timeline.by_pass
+    # calls by turns short and long, in twos or threes, as lists of what is ready have them
+    spread = 6 if calls > 12 else 1
+
+    def stepped(stage: int, call: int) -> float:
+        return ran[Pass(UPDATE, stage, (call + 1) * m - 1)][1]
+
+    period = max(
+        (stepped(stage, calls - 1) - stepped(stage, calls - 1 - spread)) / spread
+        for stage in range(schedule.num_stages)
+    )
+    work = max(
+        fsum(end - start for p in order if p.microbatch < m for start, end in (ran[p],))
+        for order in schedule.passes
+    )
+    return SteadyState(m, period, idle(period, work), copies(schedule), delays(schedule))
+
+
+def whole_calls(schedule: Schedule) -> int:
+    """Return how many calls run all their forwards: not those with which the order ends."""
+    last, fewest = schedule.num_microbatches - 1, schedule.num_microbatches
+    for order in schedule.passes:
+        steps = Counter[int]()  # by stage
+        for p in order:
+            steps[p.stage] += p.kind == UPDATE
+            if p.kind == F and p.microbatch == last:
+                fewest = min(fewest, steps[p.stage])
+    return fewest
+
+
+def with_weight_copies(costs: Costs, schedule: Schedule) -> Costs:
+    """Return costs whose parameters count all copies of the weights.
+
+    That is where they have the amount `weights`: those of one copy, by stage.
+    """
+    if updates_of(schedule.graph) is None or 'weights' not in costs.amounts:
+        return costs
+    more = (
+        (number - 1) * one
+        for number, one in zip(copies(schedule), costs.amounts['weights'], strict=True)
+    )
+    parameters = tuple(a + b for a, b in zip(costs.parameters, more, strict=True))
+    return replace(costs, parameters=parameters)

@@ -25,12 +25,29 @@ from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import B, F, Pass, Placement, Schedule, Task, W
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.errors import ScheduleError
 from megatron_zbpp.ir.graph import Graph
+from megatron_zbpp.ir.grid import ScheduleError
+from megatron_zbpp.schedules import build, find
 from megatron_zbpp.techniques.base import lack_of_times
-from megatron_zbpp.techniques.composition import CLASHES, OVERLAP, VOCABULARY, require_goes_with
+from megatron_zbpp.techniques.composition import (
+    CLASHES,
+    EMBEDDING,
+    OVERLAP,
+    VOCABULARY,
+    require_goes_with,
+    techniques_of,
+)
 from megatron_zbpp.techniques.slices.place import with_forwards_earlier
-from megatron_zbpp.techniques.vocabulary.graph import USUAL_SHARE, S, T, split_vocabulary
+from megatron_zbpp.techniques.vocabulary.graph import (
+    LOOKUP,
+    READ,
+    SCATTER,
+    USUAL_SHARE,
+    S,
+    T,
+    split_embedding,
+    split_vocabulary,
+)
 
 Entry = tuple[float, int, int, Pass]
 """A pass with its start, and what decides between passes of one start."""
@@ -40,23 +57,15 @@ _DIGITS = 9
 
 
 class _Reference(NamedTuple):
-    """A host as if S and T were part of its passes: see the module's text.
+    """A host as if S and T were part of its passes: see the module's text."""
 
-    Attributes:
-        host: its forwards come as early as they will.
-        spans: of its passes.
-        made: when the last stage's forwards end, by unit (microbatch and slice) in order.
-        taken: when its backwards begin, by unit.
-        longest: time of the longest S, by slice.
-        period: time of a unit on a mean rank.
-    """
-
-    host: Schedule
-    spans: Sequence[Sequence[tuple[float, float]]]
+    host: Schedule  # its forwards come as early as they will
+    spans: Sequence[Sequence[tuple[float, float]]]  # of its passes
+    # when the last stage's forwards end, by unit (microbatch and slice) in order
     made: Sequence[float]
-    taken: Sequence[float]
-    longest: list[float]
-    period: float
+    taken: Sequence[float]  # when its backwards begin, by unit
+    longest: list[float]  # time of the longest S, by slice
+    period: float  # time of a unit on a mean rank
 
 
 def with_shard_times(costs: Costs, placement: Placement, share: float) -> Costs:
@@ -245,3 +254,123 @@ def in_order(
     orders = (sorted(entries, key=itemgetter(0, 1, 2)) for entries in placed)
     passes = tuple(tuple(entry[-1] for entry in order) for order in orders)
     return replace(schedule, name=name, passes=passes, graph=graph, phases=())
+
+
+_AHEAD = 2  # microbatches; of one, with chunks, some forwards of the first stage would wait
+
+
+def with_embedding(schedule: Schedule) -> Schedule:
+    """Return a schedule with S and T that has the embedding on all ranks, of usual costs."""
+    uniform = Costs.uniform(schedule.placement)
+    costs = with_shard_times(uniform, schedule.placement, USUAL_SHARE)
+    return in_embedding_shards(schedule, costs)
+
+
+def in_embedding_shards(schedule: Schedule, costs: Costs) -> Schedule:
+    """Return the orders of a schedule with S and T, with D, I and J in them.
+
+    Args:
+        schedule: with the output layer on all ranks.
+        costs: of its stages and shards; D, I and J take no time unless they have some.
+
+    Raises:
+        ValueError: it has what this does not go with.
+    """
+    require_goes_with(schedule, EMBEDDING)
+    n, spans = schedule.num_stages, simulate(schedule, costs).spans
+    first = schedule.placement.rank_of(0, 0)
+    own = list(zip(schedule.passes[first], spans[first], strict=True))
+    forwards = [(start, q) for q, (start, _) in own if q.stage == 0 and q.kind == F]
+    doers = schedule.graph.doers[B]
+    backwards = [(end, q) for q, (_, end) in own if q.stage == 0 and q.kind in doers]
+    starts = [-1.0] * (_AHEAD + 1) + [start for start, _ in forwards]
+    placed: list[list[Entry]] = []
+    for rank, order in enumerate(schedule.passes):
+        entries = [
+            (span[0], 2, at, q) for at, (q, span) in enumerate(zip(order, spans[rank], strict=True))
+        ]
+        behind_t = {(q.microbatch, q.slice): entry[0] for *entry, q in entries if q.kind == T}
+        for turn, (_, q) in enumerate(forwards):
+            read, start = starts[turn : turn + 2]
+            if rank == first:
+                entries.append((read, 0, turn, q._replace(kind=READ)))
+            entries.append((start, 1, turn, q._replace(kind=LOOKUP, stage=n + rank)))
+        latest = 0.0
+        for turn, (_, q) in enumerate(backwards):
+            end, _ = backwards[min(turn + 1, len(backwards) - 1)]
+            latest = max(latest, end, behind_t[q.microbatch, q.slice])
+            entries.append((latest, 3, turn, q._replace(kind=SCATTER, stage=n + rank)))
+        placed.append(entries)
+    graph = split_embedding(schedule.graph, schedule.num_ranks)
+    return in_order(schedule, f'{schedule.name} and embedding', graph, placed)
+
+
+WHOLE = ' with the whole output layer on its last rank'
+"""Behind the name of a schedule that shards are compared with."""
+
+
+def has_shards(schedule: Schedule) -> bool:
+    """Return whether the output layer is on all ranks."""
+    return any(each.name == split_vocabulary.__name__ for each in schedule.graph.techniques)
+
+
+def with_usual_share(schedule: Schedule, costs: Costs) -> Costs:
+    """Return costs with times of shards: those that orders are made for where nobody says them."""
+    if not has_shards(schedule) or S in costs.times or T in costs.times:
+        return costs
+    return with_shard_times(costs, schedule.placement, USUAL_SHARE)
+
+
+def with_whole_layer(costs: Costs) -> Costs:
+    """Return costs whose last stage takes the times of all shards, too: S is half F and half B.
+
+    Raises:
+        ValueError: shards have no times.
+    """
+    if lack := lack_of_times(costs, (S, T)):
+        raise ValueError(lack)
+    logits, weight = (sum(costs.times[kind][costs.num_stages :]) for kind in (S, T))
+    more = {F: logits / 2, B: logits / 2, W: weight}
+    times = {kind: own for kind, own in costs.times.items() if kind not in (S, T)}
+    for kind, each in more.items():
+        times[kind] = (*times[kind][:-1], times[kind][-1] + each)
+    return replace(costs, times=times)
+
+
+def rival_costs(schedule: Schedule, costs: Costs) -> Costs:
+    """Return the costs of a schedule without shards that `schedule` is compared with."""
+    timed = has_shards(schedule) and {S, T} <= costs.times.keys()
+    return with_whole_layer(costs) if timed else costs
+
+
+HOSTS = '1f1b', 'zb-h1', 'zb-v', 'v-half', 'v-min', 'interleaved', 'zb-interleaved'
+
+
+def hosts_of(chunks: Iterable[int]) -> Iterator[tuple[str, int]]:
+    """Yield hosts with each of these numbers of chunks per rank that they can have."""
+    return ((name, k) for name, k in product(HOSTS, chunks) if k in find(name).chunks)
+
+
+def hosts_like(
+    schedule: Schedule, costs: Costs, memory_limit: float | None = None
+) -> Iterator[Schedule]:
+    """Yield what hosts on the placement of `schedule` come to with the shards that it has.
+
+    Left out is what cannot be built for so many microbatches, or holds more.
+
+    Args:
+        schedule: with S and T, of whole sequences.
+        costs: of its stages and shards.
+        memory_limit: most that a rank may hold.
+    """
+    placement, m = schedule.placement, schedule.num_microbatches
+    both = EMBEDDING in techniques_of(schedule)
+    for name, chunks in hosts_of([placement.num_chunks]):
+        try:
+            host = build(name, placement.num_ranks, m, num_chunks=chunks)
+            if host.placement != placement:
+                continue
+            made = in_shards(host, costs, memory_limit)
+        except ValueError:  # another host may do
+            continue
+        yield in_embedding_shards(made, costs) if both else made

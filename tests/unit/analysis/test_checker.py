@@ -14,8 +14,7 @@ from megatron_zbpp.analysis import checker as module
 from megatron_zbpp.analysis.checker import ScheduleError, check
 from megatron_zbpp.analysis.deadlock import prove
 from megatron_zbpp.analysis.lowering import lower
-from megatron_zbpp.analysis.posting import EARLY
-from megatron_zbpp.analysis.program import Receive, Send
+from megatron_zbpp.analysis.program import EARLY, Receive, Send
 from megatron_zbpp.ir import BW, KINDS, B, F, Pass, Placement, Schedule, Together, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import chain

@@ -15,8 +15,7 @@ from programs import posted_earlier, posted_later, side_by_side
 
 from megatron_zbpp.analysis.deadlock import EVERY_RULE, DeadlockError, Rule, prove
 from megatron_zbpp.analysis.lowering import lower
-from megatron_zbpp.analysis.posting import BY_TAKER, EARLY, LATE, LATEST, RECEIVES
-from megatron_zbpp.analysis.program import Receive, Send
+from megatron_zbpp.analysis.program import BY_TAKER, EARLY, LATE, LATEST, RECEIVES, Receive, Send
 from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
 from megatron_zbpp.ir import Pass, Placement
 from megatron_zbpp.schedules import build, names

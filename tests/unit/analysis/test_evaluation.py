@@ -11,17 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import in_flight
 
-from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.checker import check, is_mirrored
 from megatron_zbpp.analysis.evaluation import evaluation
 from megatron_zbpp.analysis.lowering import lower, usual_costs
-from megatron_zbpp.analysis.mirrored import is_mirrored
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import build, own_families
 from megatron_zbpp.techniques.slices.place import in_slices
-from megatron_zbpp.techniques.vocabulary.embedding import with_embedding
-from megatron_zbpp.techniques.vocabulary.place import with_shards
+from megatron_zbpp.techniques.vocabulary.place import with_embedding, with_shards
 
 FAMILIES = [each.name for each in own_families(every=True) if not each.asynchronous]
 PLACEMENTS = (

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from programs import Timing
 
 from megatron_zbpp.analysis.lowering import lower
-from megatron_zbpp.analysis.posting import EARLY, LATE, RECEIVES
-from megatron_zbpp.analysis.program import Hand, Receive, Send
+from megatron_zbpp.analysis.program import EARLY, LATE, RECEIVES, Hand, Receive, Send
 from megatron_zbpp.ir import Pass, Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.errors import ScheduleError
+from megatron_zbpp.ir.grid import ScheduleError
 from megatron_zbpp.schedules import build
 
 schedules = st.builds(

@@ -11,7 +11,7 @@ from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.memory import highest, live, peak
 from megatron_zbpp.ir import Pass, Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.errors import ScheduleError
+from megatron_zbpp.ir.grid import ScheduleError
 from megatron_zbpp.schedules import build
 
 

@@ -11,7 +11,7 @@ from programs import Timing, awaited_early, in_flight, posted_later, spinning
 from megatron_zbpp.analysis.deadlock import DeadlockError, prove
 from megatron_zbpp.analysis.evaluation import evaluation
 from megatron_zbpp.analysis.lowering import lower
-from megatron_zbpp.analysis.posting import BY_TAKER, EARLY, LATE, LATEST, RECEIVES
+from megatron_zbpp.analysis.program import BY_TAKER, EARLY, LATE, LATEST, RECEIVES
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import build

@@ -17,8 +17,8 @@ from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass, Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.errors import ScheduleError
 from megatron_zbpp.ir.graph import chain
+from megatron_zbpp.ir.grid import ScheduleError
 from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques.offload.graph import offload
 

@@ -18,9 +18,12 @@ from megatron_zbpp.guests.autotune.background import (
     schedule_text,
 )
 from megatron_zbpp.schedules import build
-from megatron_zbpp.techniques.vocabulary.embedding import with_embedding
-from megatron_zbpp.techniques.vocabulary.hosts import hosts_like
-from megatron_zbpp.techniques.vocabulary.place import with_shard_times, with_shards
+from megatron_zbpp.techniques.vocabulary.place import (
+    hosts_like,
+    with_embedding,
+    with_shard_times,
+    with_shards,
+)
 
 
 def searched(search: partial[str]) -> str:

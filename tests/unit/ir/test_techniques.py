@@ -12,7 +12,6 @@ from oracle import needs as needed
 from megatron_zbpp.analysis.checker import ScheduleError, check
 from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.analysis.weight_versions import weight_versions
 from megatron_zbpp.ir import Pass, Placement, Schedule, Task, Together, chain
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
@@ -25,6 +24,7 @@ from megatron_zbpp.techniques.offload.graph import offload
 from megatron_zbpp.techniques.recompute.graph import recompute
 from megatron_zbpp.techniques.slices.graph import sliced
 from megatron_zbpp.techniques.updates.graph import updating
+from megatron_zbpp.techniques.updates.versions import weight_versions
 from megatron_zbpp.techniques.vocabulary.graph import split_vocabulary
 
 

@@ -28,7 +28,7 @@ from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.schedules import build, find, registry
 from megatron_zbpp.schedules.construct.phases import phases
 from megatron_zbpp.techniques.amounts import chunks_of
-from megatron_zbpp.techniques.copies import with_copies
+from megatron_zbpp.techniques.base import with_copies
 from megatron_zbpp.techniques.offload.graph import offload
 from megatron_zbpp.techniques.offload.place import offloaded
 from megatron_zbpp.techniques.recompute.graph import recompute

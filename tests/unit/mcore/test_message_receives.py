@@ -6,7 +6,7 @@ import pytest
 
 from megatron_zbpp.analysis.evaluation import evaluation
 from megatron_zbpp.analysis.lowering import lower
-from megatron_zbpp.analysis.posting import BY_TAKER, LATE, RECEIVES
+from megatron_zbpp.analysis.program import BY_TAKER, LATE, RECEIVES
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import Settings
 

@@ -22,7 +22,7 @@ from megatron_zbpp.planner.limits import Candidate
 from megatron_zbpp.planner.plans import Plan
 from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.schedules import build
-from megatron_zbpp.techniques.copies import with_copies
+from megatron_zbpp.techniques.base import with_copies
 from megatron_zbpp.techniques.offload.place import offloaded
 
 NAMED = ('po-h', 'po-f', 'v-half', 'v-min')

@@ -15,7 +15,7 @@ from megatron_zbpp.analysis.run_ahead import passes_ahead
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass, Placement, Schedule, Together
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.planner.cells import joined
+from megatron_zbpp.planner.named_schedules import joined
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.schedules import build

@@ -20,8 +20,7 @@ from megatron_zbpp.ir import Graph, Pass, Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import DEVICE, HOST, PARTNER, chain
 from megatron_zbpp.planner.exact_offload import solve_offload
-from megatron_zbpp.planner.lower_bounds import lower_bound
-from megatron_zbpp.planner.moving_bounds import moving_bound
+from megatron_zbpp.planner.lower_bounds import lower_bound, moving_bound
 from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.techniques import find
 from megatron_zbpp.techniques.offload.graph import offload

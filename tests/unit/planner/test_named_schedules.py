@@ -10,7 +10,7 @@ import pytest
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.ir import Pass, Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.planner.action_search import ActionSearch
+from megatron_zbpp.planner.actions import ActionSearch
 from megatron_zbpp.planner.budget import Budget
 from megatron_zbpp.planner.named_schedules import named, on_placement, variants
 from megatron_zbpp.planner.plans import plan

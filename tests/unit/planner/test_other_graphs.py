@@ -19,8 +19,7 @@ from megatron_zbpp.planner import budget, cp_sat
 from megatron_zbpp.planner.cp_sat import solve
 from megatron_zbpp.planner.ends import latest, replay_whole
 from megatron_zbpp.planner.limits import same_limits
-from megatron_zbpp.planner.lower_bounds import lower_bound
-from megatron_zbpp.planner.moving_bounds import moving_bound
+from megatron_zbpp.planner.lower_bounds import lower_bound, moving_bound
 from megatron_zbpp.planner.pattern import Pattern, dispatch
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.planner.problem import Problem

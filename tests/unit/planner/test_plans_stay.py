@@ -26,17 +26,13 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner import budget, cp_sat, exact_offload
-from megatron_zbpp.planner.action_search import ActionSearch
-from megatron_zbpp.planner.actions import plan_within
+from megatron_zbpp.planner.actions import ActionSearch, plan_within
 from megatron_zbpp.planner.annealing import anneal, critical, fold
-from megatron_zbpp.planner.cells import joined
 from megatron_zbpp.planner.ends import replay, replay_whole
 from megatron_zbpp.planner.exact_offload import solve_offload
-from megatron_zbpp.planner.grouped_orders import grouped
-from megatron_zbpp.planner.lower_bounds import lower_bound
-from megatron_zbpp.planner.moving_bounds import moving_bound
-from megatron_zbpp.planner.named_schedules import named
-from megatron_zbpp.planner.pattern import Pattern, dispatch
+from megatron_zbpp.planner.lower_bounds import lower_bound, moving_bound
+from megatron_zbpp.planner.named_schedules import joined, named
+from megatron_zbpp.planner.pattern import Pattern, dispatch, grouped
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.planner.search import Search, extrapolate

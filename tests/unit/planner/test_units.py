@@ -9,19 +9,17 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_zbpp.analysis.critical import critical_path
+from megatron_zbpp.analysis.critical import critical_path, gaps
 from megatron_zbpp.analysis.fit_costs import fit
-from megatron_zbpp.analysis.gaps import gaps
 from megatron_zbpp.analysis.memory import highest, peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.planner.lower_bounds import lower_bound
-from megatron_zbpp.planner.moving_bounds import moving_bound
+from megatron_zbpp.planner.lower_bounds import lower_bound, moving_bound
 from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.schedules import FAMILIES, build
 from megatron_zbpp.techniques import find
-from megatron_zbpp.techniques.copies import copy_ratio
+from megatron_zbpp.techniques.base import copy_ratio
 from megatron_zbpp.techniques.evict.place import with_eviction
 from megatron_zbpp.techniques.offload.place import offloaded
 from megatron_zbpp.techniques.recompute.place import recomputed

@@ -13,8 +13,11 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.render.perfetto import perfetto
 from megatron_zbpp.schedules import build
-from megatron_zbpp.techniques.vocabulary.embedding import in_embedding_shards
-from megatron_zbpp.techniques.vocabulary.place import in_shards, with_shard_times
+from megatron_zbpp.techniques.vocabulary.place import (
+    in_embedding_shards,
+    in_shards,
+    with_shard_times,
+)
 
 TIMES = {'hidden': 0.3, 'statistics': 0.1, 'vocabulary': 0.2, 'embedding': 0.4, 'tokens': 0.05}
 RANKS, MICROBATCHES, ORIGIN = 2, 4, 5.0

@@ -19,9 +19,8 @@ from matplotlib.textpath import TextToPath
 
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.render.bars import bars_png
 from megatron_zbpp.render.frontier import frontier_png
-from megatron_zbpp.render.png import loss_png, timeline_png
+from megatron_zbpp.render.png import bars_png, loss_png, timeline_png
 from megatron_zbpp.render.svg import svg
 from megatron_zbpp.schedules import build, own_families
 from scripts import readme_picture

@@ -21,14 +21,15 @@ from megatron_zbpp.schedules.construct.building_blocks import (
     with_weights,
     without_weights,
 )
-from megatron_zbpp.schedules.construct.draft import Draft
-from megatron_zbpp.schedules.construct.groups import chunk_by_chunk, even_groups
-from megatron_zbpp.schedules.construct.list_scheduling import list_schedule
-from megatron_zbpp.schedules.construct.orders import (
+from megatron_zbpp.schedules.construct.draft import Draft, list_schedule
+from megatron_zbpp.schedules.construct.phases import (
+    chunk_by_chunk,
+    even_groups,
+    first_microbatches,
     one_forward_one_backward,
+    phases,
     split_one_forward_one_backward,
 )
-from megatron_zbpp.schedules.construct.phases import first_microbatches, phases
 
 
 def passes(text: str) -> list[Pass]:

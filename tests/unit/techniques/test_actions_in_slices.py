@@ -12,7 +12,7 @@ from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.techniques.copies import with_copies
+from megatron_zbpp.techniques.base import with_copies
 from megatron_zbpp.techniques.offload import place
 from megatron_zbpp.techniques.offload.place import offloaded
 from megatron_zbpp.techniques.recompute.place import recomputed

@@ -13,7 +13,7 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import build
-from megatron_zbpp.techniques.evict.families import b_pipe, bound
+from megatron_zbpp.techniques.evict.place import b_pipe, bound
 
 # p: evictions of each rank at m = p, 2p, 4p
 EVICTIONS = {

@@ -15,19 +15,22 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.cli import main
 from megatron_zbpp.ir import Schedule, chain
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.errors import ScheduleError
+from megatron_zbpp.ir.grid import ScheduleError
 from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques import ASKED, find
 from megatron_zbpp.techniques.composition import techniques_of
 from megatron_zbpp.techniques.slices.place import in_slices
-from megatron_zbpp.techniques.vocabulary.embedding import in_embedding_shards
 from megatron_zbpp.techniques.vocabulary.graph import (
     EMBEDDING,
     EMBEDDING_GRADIENT,
     TOKENS,
     split_embedding,
 )
-from megatron_zbpp.techniques.vocabulary.place import in_shards, with_shard_times
+from megatron_zbpp.techniques.vocabulary.place import (
+    in_embedding_shards,
+    in_shards,
+    with_shard_times,
+)
 
 HOSTS = '1f1b', 'zb-h1', 'zb-v', 'v-half', 'interleaved'
 ADDED = 'D', 'I', 'J'

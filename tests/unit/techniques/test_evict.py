@@ -11,9 +11,8 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass, Placement, Schedule, Together
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import build, names
-from megatron_zbpp.techniques.copies import with_copies
-from megatron_zbpp.techniques.evict.families import bound
-from megatron_zbpp.techniques.evict.place import with_eviction
+from megatron_zbpp.techniques.base import with_copies
+from megatron_zbpp.techniques.evict.place import bound, with_eviction
 from megatron_zbpp.techniques.offload.place import with_offload
 from megatron_zbpp.techniques.recompute.place import with_recomputation
 

@@ -13,8 +13,14 @@ from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.schedules import build
-from megatron_zbpp.techniques.slices.balance import Attention, balanced, in_parts
-from megatron_zbpp.techniques.slices.exchange import exchanged, loads, moves
+from megatron_zbpp.techniques.slices.balance import (
+    Attention,
+    balanced,
+    exchanged,
+    in_parts,
+    loads,
+    moves,
+)
 from megatron_zbpp.techniques.slices.graph import exchanging_context, of_one_slice
 
 

@@ -17,11 +17,16 @@ from megatron_zbpp.ir import Pass, Placement, Schedule, Together
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import build
 from megatron_zbpp.schedules.pipe_offload import po
-from megatron_zbpp.techniques.copies import copy_ratio, with_copies
-from megatron_zbpp.techniques.offload.comb import Comb, transfers, with_transfers
-from megatron_zbpp.techniques.offload.families import po_f, po_h
+from megatron_zbpp.techniques.base import copy_ratio, with_copies
 from megatron_zbpp.techniques.offload.graph import offload
-from megatron_zbpp.techniques.offload.place import offloaded
+from megatron_zbpp.techniques.offload.place import (
+    Comb,
+    offloaded,
+    po_f,
+    po_h,
+    transfers,
+    with_transfers,
+)
 from megatron_zbpp.techniques.recompute.graph import recompute
 
 

@@ -13,7 +13,7 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass, Placement, Schedule, Together
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import build, names
-from megatron_zbpp.techniques.evict.families import bound
+from megatron_zbpp.techniques.evict.place import bound
 from megatron_zbpp.techniques.offload.place import offloaded
 from megatron_zbpp.techniques.recompute.place import recomputed
 

@@ -18,7 +18,7 @@ from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import BW, B, F, Pass, Schedule, W
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.errors import ScheduleError
+from megatron_zbpp.ir.grid import ScheduleError
 from megatron_zbpp.ir.placement import Placement
 from megatron_zbpp.planner import budget
 from megatron_zbpp.planner.cp_sat import solve

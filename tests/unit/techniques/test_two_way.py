@@ -8,11 +8,10 @@ from itertools import product
 import pytest
 from grids import grid
 
-from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.checker import check, is_mirrored
 from megatron_zbpp.analysis.deadlock import Collective, DeadlockError, prove
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import peak
-from megatron_zbpp.analysis.mirrored import is_mirrored
 from megatron_zbpp.analysis.program import Instruction
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import F, Pass, Placement, Schedule
@@ -22,7 +21,7 @@ from megatron_zbpp.render.colours import colour, legend
 from megatron_zbpp.render.html import html
 from megatron_zbpp.render.scene import bars
 from megatron_zbpp.schedules import Formula, Sizes, build, own_families
-from megatron_zbpp.techniques.two_way.families import unfolded
+from megatron_zbpp.techniques.two_way.orders import unfolded
 
 FAMILIES = {each.name: each for each in own_families(every=True) if each.num_routes > 1}
 EQUAL = (1, 1, 1)

@@ -23,8 +23,13 @@ from megatron_zbpp.techniques.updates import calls
 from megatron_zbpp.techniques.updates.calls import calls_of
 from megatron_zbpp.techniques.updates.graph import NEWEST, STASHED, updating
 from megatron_zbpp.techniques.updates.orders import without_flush
-from megatron_zbpp.techniques.updates.steady_state import steady_state, with_weight_copies
-from megatron_zbpp.techniques.updates.versions import copies, delays, forward_versions
+from megatron_zbpp.techniques.updates.versions import (
+    copies,
+    delays,
+    forward_versions,
+    steady_state,
+    with_weight_copies,
+)
 
 
 def endless(p, m, everywhere=False, old=(), backward=STASHED):

@@ -22,9 +22,8 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques.slices.graph import sliced
-from megatron_zbpp.techniques.vocabulary.embedding import with_embedding
 from megatron_zbpp.techniques.vocabulary.graph import split_vocabulary
-from megatron_zbpp.techniques.vocabulary.place import with_shards
+from megatron_zbpp.techniques.vocabulary.place import with_embedding, with_shards
 
 
 def costs_of(p: int, **more) -> Costs:

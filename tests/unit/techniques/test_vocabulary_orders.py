@@ -18,15 +18,20 @@ from megatron_zbpp.cli import main
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import Sizes, build, find, names
-from megatron_zbpp.techniques.copies import with_copies
+from megatron_zbpp.techniques.base import with_copies
 from megatron_zbpp.techniques.offload.place import offloaded
 from megatron_zbpp.techniques.recompute.place import recomputed
 from megatron_zbpp.techniques.slices.balance import Attention, balanced, in_parts
 from megatron_zbpp.techniques.slices.place import in_slices
 from megatron_zbpp.techniques.vocabulary import place
 from megatron_zbpp.techniques.vocabulary.graph import S, T
-from megatron_zbpp.techniques.vocabulary.place import in_shards, with_shard_times, with_shards
-from megatron_zbpp.techniques.vocabulary.whole import rival_costs, with_usual_share
+from megatron_zbpp.techniques.vocabulary.place import (
+    in_shards,
+    rival_costs,
+    with_shard_times,
+    with_shards,
+    with_usual_share,
+)
 
 HOSTS = '1f1b', 'zb-h1', 'zb-v', 'v-half', 'interleaved'
 PLAIN = names(plain=True)

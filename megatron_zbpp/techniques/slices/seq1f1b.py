@@ -6,27 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_zbpp.ir import Placement, Schedule
-from megatron_zbpp.schedules.construct.groups import even_groups
-from megatron_zbpp.schedules.interleaved import in_groups
-from megatron_zbpp.schedules.one_f_one_b import one_f_one_b
-from megatron_zbpp.schedules.registry import TWO, Formula, Sizes, family
+from megatron_zbpp.schedules.construct.phases import even_groups
+from megatron_zbpp.schedules.loops import in_groups
+from megatron_zbpp.schedules.whole_backwards import one_f_one_b
 from megatron_zbpp.schedules.zb_h import zb_h1
 from megatron_zbpp.schedules.zb_v import closed_form, filled
 from megatron_zbpp.techniques.slices.place import by_rule, cut
 
 SLICES = 4  # where the caller names no number
 
-_SOURCE = 'Seq1F1B, arXiv 2406.03488'
-_MEMORY = Formula('(p+n-1)/n', lambda at: min((at.p + at.n - 1) / at.n, at.m))
 
-
-@family(
-    'seq1f1b',
-    summary='1F1B over slices of sequences: an n-th of the bubble, in less memory',
-    bubble=Formula('(p-1)(F+B+W)/n', lambda at: (at.p - 1) * at.S / at.n),
-    memory=_MEMORY,
-    source=f'{_SOURCE}, section 3',
-)
 def seq1f1b(num_ranks: int, num_microbatches: int, num_slices: int = SLICES) -> Schedule:
     """Seq1F1B: 1F1B whose unit is a slice of a sequence; backwards take the last slice first.
 
@@ -40,24 +29,11 @@ def seq1f1b(num_ranks: int, num_microbatches: int, num_slices: int = SLICES) -> 
 
     - Bubble: (p-1)(F+B+W)/n, where slices take equal times.
     - Peak memory: (p+n-1)/n activations on rank 0, beside keys and values.
-    - When: sequences are long and microbatches few. Each message and each kernel has an n-th of the
-      work, so slices of a few thousand tokens are the shortest that pay.
     """
     units = one_f_one_b(num_ranks, num_microbatches * num_slices)
     return replace(by_rule(units, num_slices), name='seq1f1b')
 
 
-@family(
-    'seq1f1b-zb',
-    summary="ZB-H1 over slices of sequences: an n-th of its bubble, in Seq1F1B's memory",
-    bubble=Formula(
-        '(p-1)(F+B-W)/n (mn >= 2p-2+n)',
-        lambda at: (at.p - 1) * (at.F + at.B - at.W) / at.n,
-        lambda at: at.m * at.n >= 2 * at.p - 2 + at.n,
-    ),
-    memory=_MEMORY,
-    source=f'{_SOURCE}, with ZB-H1 of arXiv 2401.10241',
-)
 def seq1f1b_zb(num_ranks: int, num_microbatches: int, num_slices: int = SLICES) -> Schedule:
     """Seq1F1B-ZB: ZB-H1 whose unit is a slice of a sequence; backwards take the last slice first.
 
@@ -70,26 +46,11 @@ def seq1f1b_zb(num_ranks: int, num_microbatches: int, num_slices: int = SLICES) 
 
     - Bubble: (p-1)(F+B-W)/n for mn >= 2p-2+n, where slices take equal times.
     - Peak memory: (p+n-1)/n activations on every rank, beside keys and values.
-    - When: instead of `seq1f1b`, always. Attention has no W: the longer the sequence, the smaller
-      the gain.
     """
     units = zb_h1(num_ranks, num_microbatches * num_slices)
     return replace(by_rule(units, num_slices), name='seq1f1b-zb')
 
 
-@family(
-    'seq-zb-v',
-    summary='ZB-V over slices of sequences: no bubble in any window, with few microbatches too',
-    bubble=Formula(
-        '0 (F=B=W, mn >= 2p-2+n)',
-        lambda at: 0,
-        lambda at: at.m * at.n >= 2 * at.p - 2 + at.n and at.equal,
-    ),
-    memory=_MEMORY,
-    source=f'{_SOURCE}, with ZB-V of arXiv 2401.10241',
-    chunks=TWO,
-    min_ranks=2,
-)
 def seq_zb_v(num_ranks: int, num_microbatches: int, num_slices: int = SLICES) -> Schedule:
     """Seq-ZB-V: ZB-V whose unit is a slice of a sequence; backwards take the last slice first.
 
@@ -104,7 +65,6 @@ def seq_zb_v(num_ranks: int, num_microbatches: int, num_slices: int = SLICES) ->
 
     - Bubble where F=B=W: 0 within each rank's window for mn >= 2p-2+n; makespan (p-1)/(2n) longer.
     - Peak memory: (p+n-1)/n activations on every rank, beside keys and values.
-    - When: long sequences with fewer than 2p microbatches, where `zb-v` has a bubble.
     """
     p, n, units = num_ranks, num_slices, num_microbatches * num_slices
     orders = (closed_form(p, units, rank, ahead=n - 1) for rank in range(p))
@@ -118,25 +78,6 @@ def _groups(num_ranks: int, num_microbatches: int, num_slices: int) -> Sequence[
     return [num_slices * size for size in even_groups(num_microbatches, least)]
 
 
-def _interleaved_peak(at: Sizes) -> float:
-    """Return the activations on rank 0, in groups of up to g units."""
-    largest = _groups(at.p, at.m, at.n)[0]
-    stride = 2 if at.v > 1 else 1
-    return min(at.m, ((at.v - 1) * largest + at.n + stride * (at.p - 1)) / (at.n * at.v))
-
-
-@family(
-    'seq1f1b-interleaved',
-    summary='interleaved 1F1B over slices of sequences: an nv-th of the bubble of 1F1B',
-    bubble=Formula(
-        '(p-1)(F+B+W)/(nv) (mn >= p)',
-        lambda at: (at.p - 1) * at.S / (at.n * at.v),
-        lambda at: at.m * at.n >= at.p,
-    ),
-    memory=Formula('1 + 2(p-1)/(nv), n >= p', _interleaved_peak),
-    source=f'{_SOURCE}; SlimPipe, arXiv 2504.14519',
-    aliases=('seq1f1b-i',),
-)
 def seq1f1b_interleaved(
     num_ranks: int, num_microbatches: int, num_chunks: int = 2, num_slices: int = SLICES
 ) -> Schedule:
@@ -153,8 +94,6 @@ def seq1f1b_interleaved(
     - Bubble: (p-1)(F+B+W)/(nv) for mn >= p, where slices take equal times.
     - Peak memory: ((v-1)g + n + 2(p-1))/(nv) activations on rank 0 for groups of up to g units,
       beside keys and values: 1 + 2(p-1)/(nv) for n >= p.
-    - When: the memory of one microbatch is what limits. `zb-interleaved` with `--slices` has a
-      third of the bubble (F=B=W) in no more memory.
     """
     groups = _groups(num_ranks, num_microbatches, num_slices)
     units = in_groups(num_ranks, num_chunks, groups)

@@ -10,21 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 from megatron_zbpp.ir import BW, B, F, Pass, Placement, Schedule, Together, W
-from megatron_zbpp.schedules.dualpipe_v import dualpipe_v
-from megatron_zbpp.schedules.registry import TWO, Formula, Sizes, family
+from megatron_zbpp.schedules.overlapped_pairs import dualpipe_v
 
 
 def unfolded(name: str, schedule: Schedule, num_microbatches: int) -> Schedule:
-    """Return a schedule of a V as one of both ways, in which each way takes every other microbatch.
-
-    Args:
-        name: of the result.
-        schedule: of a V, for at least half of the microbatches, rounded up.
-        num_microbatches: of both ways together; what the last ones would be is left out.
-
-    Raises:
-        ValueError: it is not of a V.
-    """
+    """Return a schedule of a V as one of both ways, each of which takes every other microbatch."""
     half = schedule.num_ranks
     if schedule.placement != Placement.v(half):
         raise ValueError(
@@ -46,27 +36,9 @@ def unfolded(name: str, schedule: Schedule, num_microbatches: int) -> Schedule:
     return Schedule.of(name, placement, num_microbatches, map(order, range(2 * half)))
 
 
-_CHIMERA = 'Chimera, arXiv 2107.06925'
 Slots = Callable[[int, int], tuple[int, int]]  # of j-th microbatch of a way, stage: F's and BW's
 
 
-def _whole_units(at: Sizes) -> bool:
-    return at.m % at.p == 0
-
-
-@family(
-    'chimera',
-    summary='1F1B down and up at the same time, on two copies of the weights',
-    bubble=Formula(
-        '(m/p+1)(p-2)F (F=B=W, p divides m)',
-        lambda at: (at.m / at.p + 1) * (at.p - 2) * at.F,
-        lambda at: at.equal and _whole_units(at),
-    ),
-    memory=Formula('p', lambda at: min(at.p, at.m), lambda at: at.m % 2 == 0),
-    source=f'{_CHIMERA}, section 3',
-    min_ranks=2,
-    num_routes=2,
-)
 def chimera(num_ranks: int, num_microbatches: int) -> Schedule:
     """Chimera: two pipelines against each other, units of p microbatches directly concatenated.
 
@@ -83,25 +55,10 @@ def chimera(num_ranks: int, num_microbatches: int) -> Schedule:
     - Bubble where F=B=W, for p dividing m: (m/p+1)(p-2)F, which grows with m: from 3p microbatches
       on it is more than 1F1B's. Where F=B+W: (p-2)F whatever m is.
     - Peak memory: p activations, most of them on the middle ranks; and two copies of the weights.
-    - When: to compare. `zb-v` on half the ranks, as two replicas, has less bubble.
     """
     return _by_slots('chimera', num_ranks, num_microbatches, _concatenated(num_ranks))
 
 
-@family(
-    'chimera-zb',
-    summary='Chimera with backwards split: its bubble no longer grows with the microbatches',
-    bubble=Formula(
-        'at most (p-2)F (F=B=W, p divides m)',
-        lambda at: (at.p - 2) * at.F,
-        lambda at: at.equal and _whole_units(at),
-        at_most=True,
-    ),
-    memory=Formula('p', lambda at: min(at.p, at.m), lambda at: at.m % 2 == 0),
-    source=f'{_CHIMERA}, with the split of arXiv 2401.10241',
-    min_ranks=2,
-    num_routes=2,
-)
 def chimera_zb(num_ranks: int, num_microbatches: int) -> Schedule:
     """Chimera-ZB: Chimera whose input gradients leave before the weight gradients are computed.
 
@@ -113,26 +70,12 @@ def chimera_zb(num_ranks: int, num_microbatches: int) -> Schedule:
 
     - Bubble where F=B=W, for p dividing m: at most (p-2)F, whatever m is.
     - Peak memory: p activations, as `chimera`; and two copies of the weights.
-    - When: instead of `chimera`, always.
     """
     whole = chimera(num_ranks, num_microbatches)
     orders = (chain.from_iterable(map(_split, order)) for order in whole.passes)
     return Schedule.of('chimera-zb', whole.placement, num_microbatches, orders)
 
 
-@family(
-    'chimera-doubling',
-    summary='Chimera with forwards in pairs, for backwards that take twice as long',
-    bubble=Formula(
-        '1.5(p-2)F (F=B=W, 2p divides m)',
-        lambda at: 1.5 * (at.p - 2) * at.F,
-        lambda at: at.equal and at.m % (2 * at.p) == 0,
-    ),
-    memory=Formula('2p', lambda at: 2 * at.p, lambda at: at.m % (2 * at.p) == 0),
-    source=f'{_CHIMERA}, section 3.5',
-    min_ranks=2,
-    num_routes=2,
-)
 def chimera_doubling(num_ranks: int, num_microbatches: int) -> Schedule:
     """Chimera with forward doubling: two forwards take the time of one backward.
 
@@ -143,28 +86,12 @@ def chimera_doubling(num_ranks: int, num_microbatches: int) -> Schedule:
         rank 0   0F0   0F2   1F1   1F3   1BW1  0BW0  1BW3  0BW2
         rank 1   0F1   0F3   1F0   1F2   1BW0  0BW1  1BW2  0BW3
 
-    - Bubble where F=B=W, for 2p dividing m: 1.5(p-2)F.
     - Peak memory: 2p activations, so meant together with recomputation; and two copies of the
       weights.
-    - When: to compare. `chimera-zb` has less bubble in half the memory.
     """
     return _by_slots('chimera-doubling', num_ranks, num_microbatches, _doubled(num_ranks))
 
 
-@family(
-    'gems',
-    summary='one microbatch at a time, down and up by turns: the least memory, no speed',
-    bubble=Formula(
-        '(p-1)(F+m(B+W)) (F < B+W)',
-        lambda at: (at.p - 1) * (at.F + at.m * (at.B + at.W)),
-        lambda at: at.F <= at.B + at.W,
-        at_most=True,
-    ),
-    memory=Formula('1', lambda at: 1),
-    source='GEMS, SC 2020',
-    min_ranks=2,
-    num_routes=2,
-)
 def gems(num_ranks: int, num_microbatches: int) -> Schedule:
     """GEMS: each rank runs F and BW of one microbatch after the other, ways by turns.
 
@@ -175,9 +102,7 @@ def gems(num_ranks: int, num_microbatches: int) -> Schedule:
         rank 0   0F0   0BW0  1F1   1BW1  0F2   0BW2  1F3   1BW3
         rank 1   1F0   1BW0  0F1   0BW1  1F2   1BW2  0F3   0BW3
 
-    - Bubble where F < B+W: (p-1)(F+m(B+W)) of the makespan.
     - Peak memory: 1 activation on every rank; and two copies of the weights.
-    - When: activations are what limits, whatever the time.
     """
     placement = Placement.two_way(num_ranks)
     orders: list[list[Pass]] = [[] for _ in range(num_ranks)]
@@ -187,19 +112,6 @@ def gems(num_ranks: int, num_microbatches: int) -> Schedule:
     return Schedule.of('gems', placement, num_microbatches, orders)
 
 
-@family(
-    'dualpipe',
-    summary='forwards and backwards of opposite ways paired, to overlap expert parallelism',
-    bubble=Formula(
-        '(p/2-1)F (F=B=W, even m >= 2p)',
-        lambda at: (at.p / 2 - 1) * at.F,
-        lambda at: at.equal and at.m >= 2 * at.p and at.m % 2 == 0,
-    ),
-    memory=Formula('p+1', lambda at: at.p + 1, lambda at: at.m >= 2 * at.p and at.m % 2 == 0),
-    source='DualPipe, github.com/deepseek-ai/DualPipe; DeepSeek-V3, arXiv 2412.19437',
-    min_ranks=2,
-    num_routes=2,
-)
 def dualpipe(num_ranks: int, num_microbatches: int, together: bool = False) -> Schedule:
     """DualPipe: `dualpipe-v` on half the ranks, with the V unfolded onto two copies of the model.
 
@@ -213,28 +125,12 @@ def dualpipe(num_ranks: int, num_microbatches: int, together: bool = False) -> S
     - Bubble where F=B=W, m >= 2p: (p/2-1)F, whatever m is. The published formula, twice that, is of
       pairs that start when both inputs are there.
     - Peak memory: p + 1 activations on every rank; and two copies of the weights.
-    - When: to compare. `dualpipe-v` on half the ranks, as two replicas, is the same in time, memory
-      and weights.
     """
     Placement.two_way(num_ranks)  # there is one
     half = dualpipe_v(num_ranks // 2, -(-num_microbatches // 2), together)
     return unfolded('dualpipe', half, num_microbatches)
 
 
-@family(
-    'bitpipe',
-    summary='Chimera with two chunks each way, in a V: half the bubble',
-    bubble=Formula(
-        '(m/p+1)(p-2)F/2 (F=B=W, p divides m)',
-        lambda at: (at.m / at.p + 1) * (at.p - 2) * at.F / 2,
-        lambda at: at.equal and _whole_units(at),
-    ),
-    memory=Formula('p', lambda at: at.p, _whole_units),
-    source='BitPipe, arXiv 2410.19367',
-    chunks=TWO,
-    min_ranks=2,
-    num_routes=2,
-)
 def bitpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """BitPipe: two Vs against each other, in units of p microbatches.
 
@@ -245,9 +141,7 @@ def bitpipe(num_ranks: int, num_microbatches: int) -> Schedule:
         rank 0   0F0   1F1   2F1   3F0   3BW0  2BW1  1BW1  0BW0
         rank 1   0F1   1F0   2F0   3F1   3BW1  2BW0  1BW0  0BW1
 
-    - Bubble where F=B=W, for p dividing m: (m/p+1)(p-2)F/2.
     - Peak memory: p activations, most of them on the middle ranks; and two copies of the weights.
-    - When: to compare. `zb-v` on half the ranks, as two replicas, has less bubble.
     """
     placement = Placement.v(num_ranks).both_ways()
     units = -(-num_microbatches // num_ranks)

@@ -6,31 +6,11 @@ from dataclasses import replace
 
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.schedules.registry import Formula, family
-from megatron_zbpp.techniques.slices.families import SLICES, seq1f1b_interleaved
+from megatron_zbpp.techniques.slices.seq1f1b import SLICES, seq1f1b_interleaved
 from megatron_zbpp.techniques.vocabulary.graph import S, T
 from megatron_zbpp.techniques.vocabulary.place import in_shards, with_shards
 
 
-@family(
-    'slimpipe',
-    summary='interleaved 1F1B over equal slices, the output layer on all ranks: the activations of '
-    'about one microbatch',
-    bubble=Formula(
-        'at most (p-1)(F+B+W)/(nv) (mn >= p)',
-        lambda at: (at.p - 1) * at.S / (at.n * at.v),
-        lambda at: at.m * at.n >= at.p,
-        at_most=True,
-    ),
-    memory=Formula(
-        'at most 1 + (2p-2+v)/(nv) (n >= p)',
-        lambda at: 1 + (2 * at.p - 2 + at.v) / (at.n * at.v),
-        lambda at: at.n >= at.p,
-        at_most=True,
-    ),
-    source='SlimPipe, arXiv 2504.14519',
-    in_shards=True,
-)
 def slimpipe(
     num_ranks: int,
     num_microbatches: int,
@@ -50,8 +30,6 @@ def slimpipe(
     - Bubble: at most (p-1)(F+B+W)/(nv) for mn >= p, where slices take equal times; attention makes
       later ones longer, which context exchange evens out (simulated only).
     - Peak memory: at most 1 + (2p-2+v)/(nv) activations for n >= p, beside keys, values and logits.
-    - When: long sequences, a large vocabulary, and memory for one microbatch. `zb-v` with slices
-      and shards has less bubble in more memory.
     """
     host = seq1f1b_interleaved(num_ranks, num_microbatches, num_chunks, num_slices)
     known = costs is not None and {S, T} <= costs.times.keys()
