@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import grids
 import nvidia
 import pytest
+import stock
 import supported
 import torch
 import wheels
@@ -44,6 +45,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         'what keeps all bits, such as --also=--pipeline-prewarm, keeps those of every row; tests '
         'that are marked `alone` are left out',
     )
+    parser.addoption(
+        '--fresh',
+        action='store_true',
+        help='make kept trainings by stock anew, too: each must leave what was kept of it',
+    )
     parser.addoption('--list-support', action='store_true', help='print what the tests would show')
 
 
@@ -66,6 +72,7 @@ class Failures:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Failures(config))
     nvidia.ALSO.extend(config.getoption('--also'))
+    stock.FRESH = config.getoption('--fresh')
     if config.getoption('--record-support'):
         config.pluginmanager.register(supported.Recorder())
     if config.getoption('--list-support'):
@@ -88,7 +95,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Tell what whole files took, where durations are asked for: those of tests do not add up."""
+    """Print stock trainings, and with `--durations` what files took: tests do not add up."""
+    stock.prune()
+    if stock.counted:
+        terminalreporter.write_line(f'stock trainings: {stock.summary()}')
     shown = config.getoption('durations')
     if not shown:
         return

@@ -257,16 +257,16 @@ def test_resumed_as_if_never_ended(ranks, data, tmp_path, method, more):
     common = ['--num-layers', 2 * p, '--pipeline-model-parallel-size', p, '--global-batch-size', 2]
     common += ['--data-path', data, '--clip-grad', 0.5, '--train-iters', 6, *more.split()]
     ours = ['--pipeline-schedule', method, '--pipeline-clip', 'global']
-    whole = run(pool, tmp_path, *common, *ours)
+    whole = run(pool, *common, *ours)
     ends = [*common, '--save', tmp_path / 'checkpoint', '--exit-interval', 3]
-    before = run(pool, tmp_path, *ends, *ours)
+    before = run(pool, *ends, *ours)
     loads = [*common, '--load', tmp_path / 'checkpoint']
-    after = run(pool, tmp_path, *loads, *ours)
+    after = run(pool, *loads, *ours)
     assert before.losses + after.losses == whole.losses
     assert before.grad_norms + after.grad_norms == whole.grad_norms
     assert after.parameters == whole.parameters
     assert after.optimizer == whole.optimizer
-    megatron = run(pool, tmp_path, *loads, '--pipeline-schedule', 'megatron')
+    megatron = run(pool, *loads, '--pipeline-schedule', 'megatron')
     assert len(megatron.losses) == 3 and megatron.losses[1:] != after.losses[1:]
 
 
@@ -362,15 +362,15 @@ def test_corrections_go_on(ranks, data, tmp_path, more):
     common = ['--num-layers', p, '--pipeline-model-parallel-size', p, '--global-batch-size', 2]
     common += ['--data-path', data, '--train-iters', 6, *more.split()]
     ours = ['--pipeline-schedule', 'pipemare']
-    whole = run(pool, tmp_path, *common, *ours)
+    whole = run(pool, *common, *ours)
     ends = [*common, '--save', tmp_path / 'checkpoint', '--exit-interval', 3]
-    before = run(pool, tmp_path, *ends, *ours)
+    before = run(pool, *ends, *ours)
     loads = [*common, '--load', tmp_path / 'checkpoint']
-    after = run(pool, tmp_path, *loads, *ours)
+    after = run(pool, *loads, *ours)
     assert before.losses == whole.losses[:3] and len(after.losses) == 3
     for own, other in zip(after.losses, whole.losses[3:], strict=True):
         assert float.fromhex(own) == pytest.approx(float.fromhex(other), rel=1e-2)
-    megatron = run(pool, tmp_path, *loads, '--pipeline-schedule', 'megatron')
+    megatron = run(pool, *loads, '--pipeline-schedule', 'megatron')
     assert len(megatron.losses) == 3
 
 
@@ -384,10 +384,10 @@ def test_versions_are_equal_at_first_where_a_checkpoint_has_no_older_ones(
     common = ['--num-layers', 4, '--pipeline-model-parallel-size', 2, '--global-batch-size', 2]
     common += ['--data-path', data, '--train-iters', 5]
     ends = [*common, '--save', tmp_path / 'checkpoint', '--exit-interval', 3]
-    run(pool, tmp_path, *ends, '--pipeline-schedule', 'megatron')
+    run(pool, *ends, '--pipeline-schedule', 'megatron')
     loads = [*common, '--load', tmp_path / 'checkpoint']
     stock, ours = (
-        run(pool, tmp_path, *loads, '--pipeline-schedule', each) for each in ('megatron', method)
+        run(pool, *loads, '--pipeline-schedule', each) for each in ('megatron', method)
     )
     assert ours.losses[0] == stock.losses[0]
     norms = [float.fromhex(run.grad_norms[0]) for run in (ours, stock)]

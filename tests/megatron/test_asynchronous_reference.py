@@ -56,7 +56,7 @@ def test_equal_hashes(ranks, data, tmp_path, method, p):
     more = ['--data-path', data, '--train-iters', ITERATIONS]
     ours = [*command('pretrain_gpt.py', p, method), *more]
     at = next(index for index, word in enumerate(ours) if str(word).endswith('pretrain_gpt.py'))
-    whole = run(ranks(p), tmp_path, *ours[at + 1 :])
+    whole = run(ranks(p), *ours[at + 1 :])
     done, lines = started([*command('older_weights.py', p, method), *more], tmp_path / 'formula')
     assert done.returncode == 0, done.stderr
     assert losses_of(lines) == whole.losses
@@ -71,7 +71,7 @@ def test_equal_hashes(ranks, data, tmp_path, method, p):
     done, lines = started(doomed, tmp_path / 'killed')
     assert done.returncode and 'Signal 9 (SIGKILL)' in done.stderr, done.stderr
     assert losses_of(lines) == whole.losses[: KILLED - 1]
-    after = run(ranks(p), tmp_path, *ours[at + 1 :], '--load', tmp_path / 'checkpoints')
+    after = run(ranks(p), *ours[at + 1 :], '--load', tmp_path / 'checkpoints')
     assert after.losses == whole.losses[INTERVAL:]
     assert after.parameters == whole.parameters
     assert after.optimizer == whole.optimizer

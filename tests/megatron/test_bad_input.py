@@ -125,7 +125,7 @@ def test_refused_by_the_parser(ranks, changes, num_ranks, said):
 def test_checkpoint_of_another_model(ranks, data, tmp_path):
     common = ['--data-path', data, '--num-layers', 4, '--pipeline-model-parallel-size', 2]
     common += ['--global-batch-size', 2, '--train-iters', 1, '--pipeline-schedule', 'zb-v']
-    run(ranks(2), tmp_path, *common, '--save', tmp_path / 'checkpoint')
+    run(ranks(2), *common, '--save', tmp_path / 'checkpoint')
     changes = {'num_layers': 6, 'load': tmp_path / 'checkpoint', 'data_path': data}
     for said in train_with(ranks, tmp_path / 'metrics', **changes):
         assert '--num-layers was 4 and is 6' in said

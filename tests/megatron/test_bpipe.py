@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from grids import grid
-from models import MICROBATCHES, Job, assert_same, check, train
+from models import MICROBATCHES, Job, assert_same, check, reference, train
 from supported import supports
 
 from megatron_zbpp.analysis.memory import peak
@@ -33,9 +31,8 @@ def test_with_recompute_passes(ranks, data, dropout, fused):
     `tests/dist/test_partners.py` has six ranks, of which the second evicts, too.
     """
     job = Job(te=False, pp=4, again='all', dropout=dropout, fused=fused)
-    plain = replace(job, again=None).argv('megatron', False, data)
-    reference = ranks(4).run(train, job, plain)
-    assert_same(ranks(4).run(train, job, job.argv('bpipe', False, data)), reference)
+    trained = ranks(4).run(train, job, job.argv('bpipe', False, data))
+    assert_same(trained, reference(ranks, data, job))
 
 
 @supports('activations on a partner: a plan that evicts', '{schedule}')

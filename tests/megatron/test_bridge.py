@@ -14,6 +14,7 @@ import wheels
 from gpu import CUDA
 from ranks import Pool, Ranks
 from recipe import ITERATIONS, LORA, MTP, PACKED, SCRATCH, TIED, UNTIED, train
+from stock import trained as trained_by_stock
 from supported import refuses, supports
 
 from megatron_zbpp.schedules import build
@@ -39,7 +40,8 @@ def stock(bridge_ranks, tmp_path_factory):
     def trained(kind):
         folder = tmp_path_factory.mktemp('weights')
         bridge_ranks(2).run(recipe.save_weights, folder, kind, timeout=240)
-        found = bridge_ranks(2).run(train, folder, 'megatron', False, kind, timeout=240)
+        job = (train, folder, 'megatron', False, kind)
+        found = trained_by_stock(bridge_ranks(2), *job, data=folder, timeout=240)
         assert len(set(found[-1].losses)) >= ITERATIONS
         assert found[0].loaded == found[1].loaded and found[0].weights == found[1].weights
         kept = {name for name, _ in found[0].loaded.items() & found[0].weights.items()}

@@ -24,11 +24,11 @@ def test_resume_with_another_schedule(ranks, data, tmp_path, first, second, prec
     common += ['--bf16'] if 'bf16' in precision else []
     common += ['--use-distributed-optimizer'] if replicas > 1 else []
     reference = second if replicas > 1 else 'megatron'  # ranks have shards by the schedule
-    whole = run(pool, tmp_path, *common, '--pipeline-schedule', reference)
+    whole = run(pool, *common, '--pipeline-schedule', reference)
     saving = ['--save', tmp_path / 'checkpoint', '--exit-interval', 3]
-    before = run(pool, tmp_path, *common, '--pipeline-schedule', first, *saving)
+    before = run(pool, *common, '--pipeline-schedule', first, *saving)
     loading = ['--load', tmp_path / 'checkpoint']
-    after = run(pool, tmp_path, *common, '--pipeline-schedule', second, *loading)
+    after = run(pool, *common, '--pipeline-schedule', second, *loading)
     assert len(before.losses) == 3 and len(after.losses) == 2
     assert before.losses + after.losses == whole.losses
     assert after.parameters == whole.parameters
@@ -111,7 +111,7 @@ def test_a_damaged_checkpoint_is_named(ranks, data, tmp_path):
     """And the latest whole one is offered."""
     saving = ['--save', tmp_path / 'checkpoint', '--save-interval', 2, '--train-iters', 4]
     common = ['--num-layers', 2, '--pipeline-model-parallel-size', 2, '--global-batch-size', 2]
-    run(ranks(2), tmp_path, *common, '--data-path', data, '--pipeline-schedule', '1f1b', *saving)
+    run(ranks(2), *common, '--data-path', data, '--pipeline-schedule', '1f1b', *saving)
 
     changes = [truncate, lose_a_shard, lose_metadata, empty_metadata, empty_tracker, spoil_all]
     (said,) = ranks(1).run(said_of, tmp_path / 'checkpoint', changes)

@@ -143,10 +143,10 @@ def test_identical_to_megatron(ranks, data, tmp_path, flags):
     """Losses, parameters and Adam's state of 10 iterations."""
     common = ['--pipeline-model-parallel-size', 2, '--num-layers', 4, '--data-path', data, *flags]
     common += ['--global-batch-size', 6, '--train-iters', 10, '--clip-grad', NO_CLIPPING]
-    reference = run(ranks(2), tmp_path, *common, '--pipeline-schedule', 'megatron')
+    reference = run(ranks(2), *common, '--pipeline-schedule', 'megatron')
     assert len(set(reference.losses)) == 10
     for schedule in ('1f1b', 'zb-h1', 'zb-v'):
-        trained = run(ranks(2), tmp_path, *common, '--pipeline-schedule', schedule)
+        trained = run(ranks(2), *common, '--pipeline-schedule', schedule)
         assert trained.losses == reference.losses, schedule
         assert trained.parameters == reference.parameters, schedule
         assert trained.optimizer == reference.optimizer, schedule

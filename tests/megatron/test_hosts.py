@@ -121,9 +121,9 @@ CUTS = {
 
 
 @pytest.fixture(scope='module')
-def whole(ranks, data, tmp_path_factory):
+def whole(ranks, data):
     """What the same training gives that nothing interrupts."""
-    return run(ranks(2), tmp_path_factory.mktemp('whole'), '--data-path', data, *FLAGS)
+    return run(ranks(2), '--data-path', data, *FLAGS)
 
 
 @pytest.fixture(scope='module')
@@ -171,7 +171,7 @@ def test_link_is_cut(ranks, data, cuts, whole, tmp_path, place):
     metrics = (training.folder / 'metrics').read_text()
     before = [json.loads(line)['loss'] for line in metrics.splitlines()]
     flags = ['--data-path', data, *FLAGS, *more]
-    after = run(ranks(2), tmp_path, *flags, '--load', tracker.parent)
+    after = run(ranks(2), *flags, '--load', tracker.parent)
     assert tuple(before) == whole.losses[: len(before)]
     assert after.losses == whole.losses[2:]
     assert (after.parameters, after.optimizer) == (whole.parameters, whole.optimizer)

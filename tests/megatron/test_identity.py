@@ -14,7 +14,7 @@ CLIPPING, NO_CLIPPING = 0.5, 1e9  # the norm is computed all the same
 
 @supports('GPT, {precision}', '1f1b zb-h1 zb-v')
 @grid(m=MICROBATCHES, p=(2, 2, 4, 4, 2, 4, 2), precision=('fp32', 'bf16', 'bf16', 'fp32'))
-def test_identical_to_megatron(ranks, data, tmp_path, m, p, precision):
+def test_identical_to_megatron(ranks, data, m, p, precision):
     """Losses, parameters and Adam's state, for every number of microbatches.
 
     Tied and untied embeddings take turns, the other way round for bf16 as for fp32; even and uneven
@@ -35,7 +35,7 @@ def test_identical_to_megatron(ranks, data, tmp_path, m, p, precision):
 
     def trained(schedule, clip):
         options = ['--pipeline-schedule', schedule, '--clip-grad', clip]
-        return run(ranks(p), tmp_path, *common, *options)
+        return run(ranks(p), *common, *options)
 
     clipped = trained('megatron', CLIPPING)
     assert len(set(clipped.losses)) == ITERATIONS and len(clipped.optimizer) > p
@@ -51,12 +51,12 @@ def test_identical_to_megatron(ranks, data, tmp_path, m, p, precision):
 
 @supports('clipping of gradients: the norm is summed in another order', 'zb-v', TOLERANCE)
 @pytest.mark.parametrize('p', [2, 4])
-def test_clipping_of_another_order(ranks, data, tmp_path, p):
+def test_clipping_of_another_order(ranks, data, p):
     """ZB-V sums the gradient norm in another order: its clipping differs in the last bits only."""
     common = ['--pipeline-model-parallel-size', p, '--num-layers', 2 * p, '--data-path', data]
     common += ['--global-batch-size', 8, '--train-iters', ITERATIONS, '--clip-grad', CLIPPING]
-    reference = run(ranks(p), tmp_path, *common, '--pipeline-schedule', 'megatron')
-    vee = run(ranks(p), tmp_path, *common, '--pipeline-schedule', 'zb-v')
+    reference = run(ranks(p), *common, '--pipeline-schedule', 'megatron')
+    vee = run(ranks(p), *common, '--pipeline-schedule', 'zb-v')
     for exact in ('losses', 'grad_norms'):
         values, expected = (list(map(float.fromhex, getattr(r, exact))) for r in (vee, reference))
         assert values == pytest.approx(expected, rel=1e-6), exact

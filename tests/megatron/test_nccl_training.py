@@ -73,7 +73,7 @@ def test_same_bits(ranks, data, tmp_path, setup, schedule):
     """As Megatron's own schedule on gloo; and nothing waits for ever."""
     size, flags, clean_steps, mode = SETUPS[setup]
     common = [*COMMON, *flags, '--data-path', data]
-    stock = run_stock(ranks(size), tmp_path, *common, '--pipeline-schedule', 'megatron')
+    stock = run_stock(ranks(size), *common, '--pipeline-schedule', 'megatron')
     argv = [*MODEL, *common, '--log-interval', 1000, '--pipeline-schedule', schedule]
     metrics = tmp_path / 'emulated.jsonl'
     early = ranks(size).run(train, list(map(str, argv)), metrics, clean_steps, mode, timeout=200)
@@ -98,7 +98,7 @@ def plan(argv, metrics, mode):
 def test_auto_switches(ranks, data, tmp_path):
     """Ranks measure, agree and go over to other channels, and nothing waits for ever."""
     common = [*COMMON, '--train-iters', 16, '--data-path', data]
-    stock = run_stock(ranks(2), tmp_path, *common, '--pipeline-schedule', 'megatron')
+    stock = run_stock(ranks(2), *common, '--pipeline-schedule', 'megatron')
     argv = [*MODEL, *common, '--log-interval', 1000, '--pipeline-schedule', 'auto']
     metrics, mode = tmp_path / 'emulated.jsonl', {'in_order': True, 'synchronises': True}
     said = ranks(2).run(plan, list(map(str, argv)), metrics, mode, timeout=200)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from grids import grid
-from models import KINDS, MICROBATCHES, Job, assert_same, check, train
+from models import KINDS, MICROBATCHES, Job, assert_same, check, reference, train
 from supported import supports
 
 from megatron_zbpp.ir import Placement
@@ -158,10 +158,8 @@ def measuring(job, argv, k):
 def test_as_much_as_is_free(ranks, data, schedule, k, fused):
     """All of it goes while k is measured, then the share 1/k; all ranks switch together."""
     job = Job(te=False, offload='auto', fused=fused)
-    own = Job(te=False, fused=fused)
-    reference = ranks(2).run(train, own, own.argv('megatron', False, data))
     found = ranks(2).run(measuring, job, job.argv(schedule, False, data), k)
-    assert_same([trained for trained, _, _ in found], reference)
+    assert_same([trained for trained, _, _ in found], reference(ranks, data, job))
     (line,), (), left = found[0][1], found[1][1], found[0][2]
     assert all(each == left for _, _, each in found)
     assert left[0] == left[1] == left[2] > 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from models import Job, assert_same, train
+from models import Job, assert_same, reference, train
 from supported import supports
 
 from megatron_zbpp.schedules import build
@@ -94,9 +94,8 @@ def test_chunks_of_one_layer_are_refused_where_megatron_fails(te_ranks, data):
 def check(ranks, data, schedule, job):
     """As by Megatron's own 1F1B that keeps everything on the device."""
     plain = replace(job, modules=())
-    reference = ranks(job.size).run(train, plain, plain.argv('megatron', False, data))
     found = ranks(job.size).run(counting, job, job.argv(schedule, False, data))
-    assert_same([trained for trained, _ in found], reference)
+    assert_same([trained for trained, _ in found], reference(ranks, data, plain))
     for _, counts in found:
         assert counts['offload'] == counts['reload'] > 0
 

@@ -59,7 +59,7 @@ def test_resume_after_a_rank_was_killed(ranks, data, tmp_path, amid):
     schedule, flags, rank, *where = AMID[amid]
     common = ['--data-path', data, '--num-layers', 8, '--pipeline-model-parallel-size', NUM_RANKS]
     common += ['--global-batch-size', 8, '--train-iters', 7, '--pipeline-schedule', schedule]
-    whole = run(ranks(NUM_RANKS), tmp_path, *common)
+    whole = run(ranks(NUM_RANKS), *common)
     common += flags
 
     checkpoints, metrics = tmp_path / 'checkpoints', tmp_path / 'broken.jsonl'
@@ -90,7 +90,7 @@ def test_resume_after_a_rank_was_killed(ranks, data, tmp_path, amid):
     before = [json.loads(line)['loss'] for line in metrics.read_text().splitlines()]
     assert len(before) == 5, 'killed in the sixth iteration'
     assert (checkpoints / 'latest_checkpointed_iteration.txt').read_text() == '4'
-    after = run(ranks(NUM_RANKS), tmp_path, *common, '--load', checkpoints)
+    after = run(ranks(NUM_RANKS), *common, '--load', checkpoints)
     assert len(after.losses) == 3
     assert tuple(before) == whole.losses[:5]
     assert tuple(before[:4]) + after.losses == whole.losses
@@ -104,7 +104,7 @@ def test_resume_after_a_rank_was_killed_before_its_step_was_validated(ranks, dat
     common = ['--data-path', data, '--num-layers', 8, '--pipeline-model-parallel-size', NUM_RANKS]
     common += ['--global-batch-size', 6, '--train-iters', 6, '--pipeline-schedule', 'zb-v']
     common += ['--clip-grad', 100]
-    whole = run(ranks(NUM_RANKS), tmp_path, *common)
+    whole = run(ranks(NUM_RANKS), *common)
 
     early = ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps', 1]
     checkpoints, metrics = tmp_path / 'checkpoints', tmp_path / 'broken.jsonl'
@@ -117,7 +117,7 @@ def test_resume_after_a_rank_was_killed_before_its_step_was_validated(ranks, dat
     assert 'pipeline watchdog: global rank' in error, error
     before = [json.loads(line)['loss'] for line in metrics.read_text().splitlines()]
     assert len(before) in (4, 5), 'the last rank may have validated the fifth step'
-    after = run(ranks(NUM_RANKS), tmp_path, *common, *early, '--load', checkpoints)
+    after = run(ranks(NUM_RANKS), *common, *early, '--load', checkpoints)
     assert tuple(before[:4]) + after.losses == whole.losses
     assert after.parameters == whole.parameters
     assert after.optimizer == whole.optimizer

@@ -12,7 +12,7 @@ import example
 import pytest
 import torch
 from grids import grid
-from models import Job, assert_same, train
+from models import Job, assert_same, reference, train
 from nvidia import needs_training, run, since
 from supported import TOLERANCE, supports
 from test_launch import NO_CLIPPING, PIPELINE
@@ -122,7 +122,7 @@ def close(trained, reference, relative, gradients=True):
 @pytest.mark.shared
 @pytest.mark.parametrize('job', JOBS.values(), ids=JOBS)
 def test_close_to_whole_sequences(ranks, data, tmp_path, job):
-    stock = ranks(job.size).run(train, job, job.argv('megatron', False, data))
+    stock = reference(ranks, data, job)
     close(by_slices(ranks, data, tmp_path, job), stock, 2e-2 if job.bf16 else 1e-6)
 
 
@@ -140,11 +140,7 @@ MODELS = {
 @pytest.fixture(scope='module')
 def whole(ranks, data):
     """`whole(name)`: what whole sequences leave on one rank; trained once."""
-
-    def trained(name):
-        return ranks(1).run(train, MODELS[name], MODELS[name].argv('megatron', False, data))
-
-    return functools.cache(trained)
+    return functools.cache(lambda name: reference(ranks, data, MODELS[name]))
 
 
 @pytest.mark.shared
@@ -171,9 +167,8 @@ TE_MODELS = {
 @pytest.mark.te
 @pytest.mark.parametrize('job', TE_MODELS.values(), ids=TE_MODELS)
 def test_transformer_engines_slices_one_by_one(te_ranks, data, job):
-    argv = job.argv('megatron', False, data)
-    stock, found = (te_ranks(1).run(how, job, argv) for how in (train, in_turn))
-    close(found, stock, 1e-6)
+    found = te_ranks(1).run(in_turn, job, job.argv('megatron', False, data))
+    close(found, reference(te_ranks, data, job), 1e-6)
 
 
 TE_JOBS = {
@@ -186,7 +181,7 @@ TE_JOBS = {
 @pytest.mark.te
 @pytest.mark.parametrize('job', TE_JOBS.values(), ids=TE_JOBS)
 def test_transformer_engines_layers(te_ranks, data, tmp_path, job):
-    stock = te_ranks(job.size).run(train, job, job.argv('megatron', False, data))
+    stock = reference(te_ranks, data, job)
     close(by_slices(te_ranks, data, tmp_path, job), stock, 1e-6)
 
 
@@ -258,12 +253,12 @@ def test_evaluation(ranks, data, tmp_path):
     common = ['--num-layers', 4, '--pipeline-model-parallel-size', 2, '--clip-grad', 1e9]
     common += ['--data-path', data, '--global-batch-size', 2, '--train-iters', 2]
     evaluating = [*common, '--eval-interval', 1, '--eval-iters', 1]
-    stock = example.run(ranks(2), tmp_path, *evaluating, '--pipeline-schedule', 'megatron')
+    stock = example.run(ranks(2), *evaluating, '--pipeline-schedule', 'megatron')
     file = tmp_path / 'slices.json'
     file.write_text(in_slices('zb-v', 2, 2, SLICES).to_json())
     ours = ['--pipeline-schedule-file', file]
-    found = example.run(ranks(2), tmp_path, *evaluating, *ours)
-    assert found.losses == example.run(ranks(2), tmp_path, *common, *ours).losses
+    found = example.run(ranks(2), *evaluating, *ours)
+    assert found.losses == example.run(ranks(2), *common, *ours).losses
     for own, whole in zip(found.validation, stock.validation, strict=True):
         assert math.isclose(float.fromhex(own), float.fromhex(whole), rel_tol=1e-6)
     assert len(stock.validation) == 2

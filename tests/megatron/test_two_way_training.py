@@ -28,7 +28,7 @@ CLIPPING, NO_CLIPPING = 0.5, 1e9  # the norm is computed all the same
 
 
 @pytest.fixture(scope='module')
-def trained(ranks, data, tmp_path_factory):
+def trained(ranks, data):
     """Trains on replicas of p ranks, m microbatches each; each run once."""
     runs = {}
 
@@ -39,7 +39,7 @@ def trained(ranks, data, tmp_path_factory):
         flags += more if '--clip-grad' in more else [*more, '--clip-grad', NO_CLIPPING]
         key = tuple(map(str, flags))
         if key not in runs:
-            runs[key] = run(ranks(dp * tp * p), tmp_path_factory.mktemp('run'), *flags)
+            runs[key] = run(ranks(dp * tp * p), *flags)
         return runs[key]
 
     return run_of

@@ -11,7 +11,7 @@ import pytest
 import torch
 from entered import entered
 from grids import grid
-from models import Job, assert_same, train
+from models import Job, assert_same, reference, train
 from supported import TOLERANCE, supports
 from test_sliced_models import UNTIED, close
 
@@ -86,9 +86,11 @@ def whole(trained, job):
 
 def leave(ranks, data, job, schedule, slices=None, layers=OUTPUT, tied=False, **techniques):
     """What a training leaves on each rank."""
-    own = [*job.argv(schedule, False, data), *([] if tied else UNTIED)]
+    words = [] if tied else UNTIED
+    if schedule == 'megatron':
+        return reference(ranks, data, job, words=words)
     in_shards = functools.partial(train_in_shards, layers, slices, **techniques)
-    return ranks(job.size).run(train if schedule == 'megatron' else in_shards, job, own)
+    return ranks(job.size).run(in_shards, job, [*job.argv(schedule, False, data), *words])
 
 
 @pytest.fixture(scope='module')

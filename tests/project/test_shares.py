@@ -78,6 +78,7 @@ def test_flags_of_all_runs(monkeypatch, tmp_path):
         words.append(argv)
         raise InterruptedError
 
+    monkeypatch.setenv('MEGATRON_ZBPP_STOCK', 'off')
     monkeypatch.setattr(nvidia, 'ALSO', ['--pipeline-prewarm'])
     ranks = SimpleNamespace(run=stopped)
     for flags in ([], ['--pipeline-schedule', 'zb-v'], ['--pipeline-schedule-file', 'plan.json']):
@@ -85,7 +86,7 @@ def test_flags_of_all_runs(monkeypatch, tmp_path):
             nvidia.run(ranks, *flags)
     for schedule in ('megatron', 'zb-v'):
         with pytest.raises(InterruptedError):
-            example.run(ranks, tmp_path, '--pipeline-schedule', schedule)
+            example.run(ranks, '--pipeline-schedule', schedule)
         words.append(models.Job().argv(schedule, False, tmp_path))
     ours = [False, True, True, False, False, True, True]
     assert ['--pipeline-prewarm' in argv for argv in words] == ours

@@ -7,9 +7,12 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import stock
 from nvidia import also
 from ranks import Ranks, let_go
+from stock_key import by_megatron
 
 # Small, but every kind of layer is there and the vocabulary layer is the largest.
 MODEL = ['--hidden-size', '32', '--num-attention-heads', '2', '--seq-length', '16']
@@ -25,6 +28,19 @@ class Run:
     validation: tuple[str, ...]
     parameters: dict[str, str]
     optimizer: dict[str, str]
+
+    @classmethod
+    def read(cls, metrics: Path) -> Run:
+        """Of the example's metrics, without times."""
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+        steps = [line for line in lines if 'loss' in line]
+        return cls(
+            tuple(line['loss'] for line in steps),
+            tuple(line['grad_norm'] for line in steps),
+            tuple(line['validation_loss'] for line in lines if 'validation_loss' in line),
+            lines[-1]['parameters_sha256'],
+            lines[-1]['optimizer_sha256'],
+        )
 
 
 def train(argv: list[str], metrics: Path) -> None:
@@ -84,19 +100,17 @@ def forget_groups() -> None:
     let_go()
 
 
-def run(ranks: Ranks, folder: Path, *argv: str | int | Path, log: bool = False) -> Run:
-    """Trains with `argv` on `ranks`; `folder` takes its metrics."""
-    metrics = folder / 'metrics.jsonl'
-    metrics.unlink(missing_ok=True)
-    quiet = [] if log else ['--log-interval', '1000000']
-    ours = [] if 'megatron' in argv else also(argv)
-    ranks.run(train, [*MODEL, *quiet, *map(str, argv), *ours], metrics)
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    steps = [line for line in lines if 'loss' in line]
-    return Run(
-        tuple(line['loss'] for line in steps),
-        tuple(line['grad_norm'] for line in steps),
-        tuple(line['validation_loss'] for line in lines if 'validation_loss' in line),
-        lines[-1]['parameters_sha256'],
-        lines[-1]['optimizer_sha256'],
-    )
+def measured(argv: list[str]) -> Run | None:
+    """Runs on each rank: `train`; what it left, on the rank that reports."""
+    with TemporaryDirectory() as folder:
+        metrics = Path(folder, 'metrics.jsonl')
+        train(argv, metrics)
+        return Run.read(metrics) if metrics.exists() else None
+
+
+def run(ranks: Ranks, *argv: str | int | Path) -> Run:
+    """Trains with `argv` on `ranks`; a reference by Megatron's own schedule is kept."""
+    words = [*MODEL, '--log-interval', '1000000', *map(str, argv)]
+    named = 'megatron' in argv
+    words += [] if named else also(argv)
+    return stock.trained(ranks, measured, words, kept=named and by_megatron(words))[-1]

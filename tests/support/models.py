@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import stock
 import torch
 from example import MODEL, early_steps, forget_groups
 from nvidia import also
@@ -462,6 +463,23 @@ def _left(models: list, optimizer: Any) -> tuple[dict, dict]:
     return parameters, states
 
 
+def reference(
+    ranks: Callable[[int], Ranks],
+    data: Path,
+    job: Job,
+    than: str = 'megatron',
+    words: Sequence[str] = (),
+) -> list[Trained]:
+    """Return what a job leaves by the schedule `than`, without offload and recomputation of ours.
+
+    `words` are more of the example's.
+    """
+    plain = replace(job, offload=None, again=None, file=None)
+    argv = [*plain.argv(than, False, data), *words]
+    kept = than == 'megatron' and not job.seeds
+    return stock.trained(ranks(job.size), train, plain, argv, kept=kept)
+
+
 def check(
     ranks: Callable[[int], Ranks],
     data: Path,
@@ -481,10 +499,8 @@ def check(
         moves: whether what forwards have saved leaves the device; default: with offload.
     """
     name, _, early = schedule.partition('+')
-    argv = replace(job, offload=None, again=None, file=None).argv(than, False, data)
-    reference = ranks(job.size).run(train, job, argv)
     trained = ranks(job.size).run(train, job, job.argv(name, bool(early), data))
-    assert_same(trained, reference)
+    assert_same(trained, reference(ranks, data, job, than))
     waits = job.fp8 == 'weights'  # they are quantized amid the step
     assert any(rank.early for rank in trained) == (bool(early) and not waits)
     moves = bool(job.offload) if moves is None else moves

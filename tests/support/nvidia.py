@@ -21,9 +21,11 @@ from unittest import mock
 
 import events
 import pytest
+import stock
 from outcome import Outcome, outcome
 from paths import ROOT, SUPPORT
 from ranks import Ranks
+from stock_key import by_megatron
 
 CHECKOUT = os.environ.get('MEGATRON_LM')
 SCRIPT = Path(CHECKOUT) / 'pretrain_gpt.py' if CHECKOUT else SUPPORT / 'pretrain_script.py'
@@ -43,6 +45,11 @@ COMMON = """
     --ckpt-format torch_dist --no-save-rng --no-load-rng
 """.split()
 ALSO: list[str] = []  # flags of all runs by schedules of ours: see `--also`
+
+
+# events after which a run holds all that they do: it may be kept
+_TOLD = (events.nothing, events.aliased_sends, events.sequence_parallel)
+_TOLD += (events.evaluations, events.mtp_losses, events.doubted)
 
 
 def also(words: Container[str]) -> list[str]:
@@ -242,7 +249,9 @@ def run(
     words = list(map(str, argv))
     if any(word.startswith('--pipeline-schedule') for word in words):
         common += also(words)
-    results = ranks.run(train, [*common, *words], event, script)
+    told = event in _TOLD or isinstance(event, events.Overflow | events.ReducedOverflow)
+    kept = told and by_megatron(words)
+    results = stock.trained(ranks, train, [*common, *words], event, script, kept=kept)
     early = [result[-2] for result in results]
     asked = '--enable-optimizer-post-validation' in argv
     assert any(early) == (asked and not waits), f'steps taken early, by rank: {early}'

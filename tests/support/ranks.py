@@ -53,7 +53,7 @@ class Pool:
     """
 
     def __init__(self, prepare: Callable | None = None, *args: Any, emulated: bool = True) -> None:
-        self._prepare = torch.cuda.is_available(), emulated, prepare, args
+        self.prepared = torch.cuda.is_available(), emulated, prepare, args
         self._servers: list[tuple[mp.Process, Connection]] = []
         self._processes: list[psutil.Process] = []
         self._connections: list[Connection] = []
@@ -112,7 +112,7 @@ class Pool:
     def _server(self) -> tuple[mp.Process, Connection]:
         context = mp.get_context('spawn')
         ours, theirs = context.Pipe()
-        process = context.Process(target=_fork_ranks, args=(theirs, *self._prepare))
+        process = context.Process(target=_fork_ranks, args=(theirs, *self.prepared))
         process.start()  # no daemon: it has children, which have some where they save a checkpoint
         theirs.close()
         return process, ours
