@@ -263,7 +263,7 @@ def test_each_thread_of_the_watchdog_enters_the_device(cuda, sound):
 
 
 def reads_reduction(read):
-    from megatron_zbpp.mcore.post_validation.reduction import Reduction
+    from megatron_zbpp.mcore.optimizer.split_step import Reduction
 
     with recording() as order:
         begun = torch.full((1,), 4.0, device=DEVICE)
@@ -287,7 +287,7 @@ def test_a_reduction_is_read_before_forwards_that_run_ahead_have_ended(cuda, rea
 
 
 def agree():
-    from megatron_zbpp.mcore.post_validation.agreement import Agreement, Verdict
+    from megatron_zbpp.mcore.optimizer.entry_check import Agreement, Verdict
 
     with recording() as order:
         module = torch.nn.Linear(WIDTH, WIDTH, device=DEVICE)

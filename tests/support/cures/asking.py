@@ -186,7 +186,7 @@ def annealed(steps: int | None) -> Callable:
     """A step of PipeMare without a scheduler."""
 
     def run() -> None:
-        from megatron_zbpp.mcore.post_validation.annealed_rates import AnnealedRates
+        from megatron_zbpp.mcore.optimizer.asynchronous_steps import AnnealedRates
         from megatron_zbpp.mcore.session import Session
         from megatron_zbpp.mcore.settings import Settings
 
@@ -201,7 +201,7 @@ def clipped_by(norm: str | None) -> Callable:
     """Stages that cannot have norms of their own."""
 
     def run() -> None:
-        from megatron_zbpp.mcore.post_validation.stage_norm import StageNorms
+        from megatron_zbpp.mcore.optimizer.asynchronous_steps import StageNorms
         from megatron_zbpp.mcore.session import Session
         from megatron_zbpp.mcore.settings import Settings
 

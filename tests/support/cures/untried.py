@@ -85,7 +85,7 @@ ELSEWHERE = {
     'test_what_a_program_changes_between_two_calls',
     'mcore/iteration/asynchronous.py Unwritten.forward': 'test_asynchronous_weights.py::'
     'test_forwards_that_write_what_steps_would_read',
-    'mcore/post_validation/stage_norm.py StageNorms._agree': 'test_asynchronous_weights.py::'
+    'mcore/optimizer/asynchronous_steps.py StageNorms._agree': 'test_asynchronous_weights.py::'
     'test_zeros_in_gradients_are_those_of_all_stages',
     'mcore/command_line/advise.py AdvisedLine.require_known': 'test_advise.py::'
     'test_memory_that_is_not_predicted',
