@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from megatron_zbpp.ir.layout import ModelLayout
     from megatron_zbpp.mcore.enabling import enable
     from megatron_zbpp.mcore.iteration.observe import Observer
-    from megatron_zbpp.mcore.summary import Summary
+    from megatron_zbpp.mcore.training_log import Summary
     from megatron_zbpp.partitioning.devices import Device, Devices
     from megatron_zbpp.partitioning.layers import Layer, Layers
     from megatron_zbpp.partitioning.plans import PartitionPlan, partition
@@ -245,7 +245,7 @@ def summary() -> Summary | None:
     """
     if enabled.plugin is None:
         return None
-    from megatron_zbpp.mcore.summary import summarise
+    from megatron_zbpp.mcore.training_log import summarise
 
     return summarise(enabled.plugin.session)
 

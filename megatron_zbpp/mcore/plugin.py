@@ -12,22 +12,14 @@ from megatron_zbpp.mcore import replicas
 from megatron_zbpp.mcore.iteration import forward_backward, skipping
 from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.iteration.batch import Batch, NextIteration
+from megatron_zbpp.mcore.layers import linear, tied, transformer_engine
 from megatron_zbpp.mcore.left_behind import isolated
 from megatron_zbpp.mcore.optimizer import stepping
-from megatron_zbpp.mcore.patches import (
-    bridge_checkpoints,
-    linear,
-    masks,
-    placement,
-    rank_files,
-    same_start,
-    tied,
-    training_loop,
-    transformer_engine,
-)
+from megatron_zbpp.mcore.patches import placement, training_loop
 from megatron_zbpp.mcore.patches.registry import Patch, Registry
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.mcore.start import part_patches
 from megatron_zbpp.post_validation.protocol import PostValidation
 from megatron_zbpp.runtime.observe.measure import Figures, Iteration
 
@@ -219,14 +211,11 @@ class Plugin:
                 functools.partial(replicas.data_parallel_rank, session),
                 functools.partial(replicas.require_pairs, session.programs),
             ),
-            masks.patches(session.programs.placement),
             tied.patches(session.programs.placement),
-            same_start.patches(session),
+            part_patches.patches(session),
             _of_slices(session),
             _of_vocabulary(session),
             training_loop.patches(session),
-            rank_files.patches(session),
-            bridge_checkpoints.patches(session),
             stepping.patches(self._steps),
         )
 

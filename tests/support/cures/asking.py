@@ -104,7 +104,7 @@ def start_like(stock: bool | str) -> Callable:
     """A model of a V whose start is to equal that of stock Megatron with these stages."""
 
     def run() -> None:
-        from megatron_zbpp.mcore.same_start.reference import chains_of
+        from megatron_zbpp.mcore.start.placement_independent_init import chains_of
 
         chains_of(stock, ['Et', 't', 't', 'tL'], Placement.v(2).reversed())
 

@@ -93,10 +93,10 @@ def delayed(waits: bool, look: str) -> Callable:
         from torch.nn import Module
 
         from megatron_zbpp.mcore.iteration import forward_backward
-        from megatron_zbpp.mcore.patches.transformer_engine import settings
+        from megatron_zbpp.mcore.layers import transformer_engine
 
         if look == 'config':
-            settings.delay_weight_gradients(SimpleNamespace(tp_comm_overlap=waits))
+            transformer_engine.delay_weight_gradients(SimpleNamespace(tp_comm_overlap=waits))
         else:
             module = Module()
             module.wgrad_store = SimpleNamespace(enabled=waits)

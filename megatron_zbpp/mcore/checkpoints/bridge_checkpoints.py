@@ -1,8 +1,8 @@
 """Checkpoints of Megatron-Bridge whose content is kept by rank and chunk.
 
-As `rank_files` does in NVIDIA's loop: one saved by us says which layers each rank holds; of one
-saved by Megatron's own schedules, the configuration beside it does. Weights and adapters are kept
-by the layers' numbers, the distributed optimizer's state by rank, unless it is fully reshardable.
+As `training_checkpoints` does in NVIDIA's loop: a checkpoint saved by us says which layers each
+rank holds; of one saved by Megatron's own schedules, the configuration beside it does. Weights and
+adapters are kept by the layers' numbers, the distributed optimizer's state by rank, unless it is fully reshardable.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from typing import Any
 
 from megatron.core.utils import get_model_config
 
+from megatron_zbpp.mcore.checkpoints import training_checkpoints
+from megatron_zbpp.mcore.checkpoints.non_reshardable_files import KEY, RankFiles
 from megatron_zbpp.mcore.layout import BRIDGE_FIELDS
-from megatron_zbpp.mcore.patches import rank_files
-from megatron_zbpp.mcore.rank_files import KEY, RankFiles
+from megatron_zbpp.mcore.patches.training_loop import placement_of
 from megatron_zbpp.mcore.session import Session
 
 _CURES = {
-    **rank_files.CURES,
+    **training_checkpoints.CURES,
     'torch_dist': (
-        f'{rank_files.GO_ON}, or set checkpoint.load_optim to False, or let that schedule save it '
-        'with checkpoint.dist_ckpt_optim_fully_reshardable'
+        f'{training_checkpoints.GO_ON}, or set checkpoint.load_optim to False, or let that '
+        'schedule save it with checkpoint.dist_ckpt_optim_fully_reshardable'
     ),
 }
 _SAME = (
@@ -63,7 +64,7 @@ def comparing(session: Session, original: Callable) -> Callable:
         if here is not None:
             kept, saved = _kept_by_rank(state, config, name, kind.name)
             if kept is not None:
-                rank_files.require_same(session, here, str(name), kept, saved, _CURES)
+                training_checkpoints.require_same(session, here, str(name), kept, saved, _CURES)
         return state, name, release, kind
 
     return _load_base_checkpoint
@@ -90,7 +91,9 @@ def _kept_by_rank(
     how = saved.get('checkpoint', {})
     if how.get('save_optim') is False:
         return None, state
-    by_layer = rank_files.optimizer_is_by_layer(state, bool(how.get('fully_parallel_save')))
+    by_layer = training_checkpoints.optimizer_is_by_layer(
+        state, bool(how.get('fully_parallel_save'))
+    )
     if 'model' in saved and 'args' not in state:
         state = {**state, 'args': _arguments(saved['model'])}
     return None if by_layer else 'torch_dist', state
@@ -112,7 +115,7 @@ def _arguments(model: Mapping[str, Any]) -> Namespace:
 
 def _here(session: Session, model: Any) -> RankFiles | None:
     """Return the layers that this run has on its ranks; None: there is no pipeline, or not yet."""
-    placement = rank_files.placement_of(session)
+    placement = placement_of(session)
     if placement is None:
         return None
     values = {field: getattr(model, field, None) for field in _FIELDS.values()}

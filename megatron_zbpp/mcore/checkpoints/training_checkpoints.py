@@ -14,26 +14,19 @@ import copy
 import functools
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core import dist_checkpointing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore.patches.registry import Patch
-from megatron_zbpp.mcore.rank_files import KEY, RankFiles
+from megatron_zbpp.mcore.checkpoints.non_reshardable_files import KEY, RankFiles
+from megatron_zbpp.mcore.patches.training_loop import placement_of
 from megatron_zbpp.mcore.session import Session
-from megatron_zbpp.runtime.guard import agreement
 
-_MODULE = 'megatron.training.checkpointing'
-_OPTIMIZER = 'megatron.core.optimizer.distrib_optimizer:DistributedOptimizer'
-_BY_RANK = 'optimizer.distributed.dp_group_idx_'  # how keys of what is kept by rank begin
 _RANKS = 'pipeline_model_parallel_size'  # what Megatron compares, too
 GO_ON = 'go on with the schedule that saved it'
 CURES = {
@@ -54,22 +47,7 @@ _WHAT = {
 }
 
 
-def patches(session: Session) -> Iterator[Patch]:
-    """Yield what saves and loads checkpoints."""
-
-    def wrapped(wrap: Callable[[Session, Any], Any]) -> Callable[[Any], Any]:
-        return functools.partial(wrap, session)
-
-    saves, loads = f'{_MODULE}:save_checkpoint', f'{_MODULE}:_load_base_checkpoint'
-    yield Patch(_MODULE, 'generate_state_dict', wrapped(_with_layout), (saves,), late=True)
-    formats = '_get_checkpoint_format'
-    yield Patch(_MODULE, formats, wrapped(_looking_inside), (loads,), late=True)
-    calls = (f'{_MODULE}:load_checkpoint',)
-    yield Patch(_MODULE, '_load_base_checkpoint', wrapped(_comparing), calls, late=True)
-    yield Patch(_OPTIMIZER, 'sharded_state_dict', wrapped(_with_placement))
-
-
-def _with_layout(session: Session, original: Callable) -> Callable:
+def with_layout(session: Session, original: Callable) -> Callable:
     """Write down which layers each rank has.
 
     In a V, files of the format `torch` also say it where Megatron compares, so that it refuses
@@ -93,7 +71,7 @@ def _with_layout(session: Session, original: Callable) -> Callable:
     return generate_state_dict
 
 
-def _looking_inside(session: Session, original: Callable) -> Callable:
+def looking_inside(session: Session, original: Callable) -> Callable:
     """Compare a checkpoint of the format `torch` with this run, before a rank reads its file."""
 
     @functools.wraps(original)
@@ -107,7 +85,7 @@ def _looking_inside(session: Session, original: Callable) -> Callable:
     return _get_checkpoint_format
 
 
-def _comparing(session: Session, original: Callable) -> Callable:
+def comparing(session: Session, original: Callable) -> Callable:
     @functools.wraps(original)
     def _load_base_checkpoint(load_dir: Any, args: Any, *more: Any, **named: Any) -> tuple:
         state, name, release, kind = original(load_dir, args, *more, **named)
@@ -205,30 +183,6 @@ def _read_any(folder: str) -> Mapping[str, Any] | str:
         return torch.load(file, map_location='cpu', mmap=zipfile.is_zipfile(file))
     except (EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
         return f'{file} cannot be read ({str(error).splitlines()[0]})'
-
-
-def _with_placement(session: Session, original: Callable) -> Callable:
-    @functools.wraps(original)
-    def sharded_state_dict(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
-        state = original(self, *args, **kwargs)
-        placement = placement_of(session)
-        if placement is None or placement.is_loop:
-            return state
-        placed = f'{_BY_RANK}placed_{agreement.digest(str(placement.routes))}_'
-        for each in nested_values(state):
-            if isinstance(each, ShardedBase) and each.key.startswith(_BY_RANK):
-                each.key = placed + each.key.removeprefix(_BY_RANK)
-        return state
-
-    return sharded_state_dict
-
-
-def placement_of(session: Session) -> Placement | None:
-    """Return where the stages are; None: there is no pipeline, or not yet."""
-    if not parallel_state.model_parallel_is_initialized():
-        return None
-    ranks = parallel_state.get_pipeline_model_parallel_world_size()
-    return session.programs.placement(ranks) if ranks > 1 else None
 
 
 def _here(session: Session, args: Any) -> RankFiles | None:

@@ -18,7 +18,7 @@ from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.session import Session
 
 if TYPE_CHECKING:
-    from megatron_zbpp.mcore.same_start.drawing import Drawing
+    from megatron_zbpp.mcore.start.placement_independent_init import Drawing
 
 _Models = weakref.WeakKeyDictionary[dist.ProcessGroup, int]
 # how many models the ranks of a pipeline have begun: so long as its group lives, alike on all
@@ -113,7 +113,7 @@ class _Chunks:
         if placement.is_loop:
             return None  # as stock's is
         require_placed(model, placement, config)  # here already, or parts were looked for in vain
-        from megatron_zbpp.mcore.same_start.reference import stages_of
+        from megatron_zbpp.mcore.start.placement_independent_init import stages_of
 
         stages = stages_of(given, placement)
         if chunk == 0:
@@ -128,8 +128,11 @@ class _Chunks:
 
     def _first(self, group: dist.ProcessGroup, stages: list[str]) -> Drawing | None:
         """Return the drawing of a model that is about to be built; None: it draws as it will."""
-        from megatron_zbpp.mcore.same_start.drawing import Drawing, say_the_same
-        from megatron_zbpp.mcore.same_start.reference import chains_of
+        from megatron_zbpp.mcore.start.placement_independent_init import (
+            Drawing,
+            chains_of,
+            say_the_same,
+        )
 
         placement = self._session.programs.placement(group.size())
         number = _begun[group] = _begun.get(group, 0) + 1

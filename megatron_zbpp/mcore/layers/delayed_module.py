@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_zbpp.mcore.patches.dummy_gradients import dummy_gradient
+from megatron_zbpp.mcore.layers.dummy_gradients import dummy_gradient
 from megatron_zbpp.mcore.patches.shards import Shard, start_all
 from megatron_zbpp.runtime.weight_grads import INNER_BACKWARD, Gradients, WeightGradStore
 
