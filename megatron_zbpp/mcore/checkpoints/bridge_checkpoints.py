@@ -2,7 +2,8 @@
 
 As `training_checkpoints` does in NVIDIA's loop: a checkpoint saved by us says which layers each
 rank holds; of one saved by Megatron's own schedules, the configuration beside it does. Weights and
-adapters are kept by the layers' numbers, the distributed optimizer's state by rank, unless it is fully reshardable.
+adapters are kept by the layers' numbers, the distributed optimizer's state by rank, unless it is
+fully reshardable.
 """
 
 from __future__ import annotations
