@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from megatron_zbpp.planner.compare import compare
     from megatron_zbpp.planner.plans import plan
     from megatron_zbpp.render.drawing import draw
-    from megatron_zbpp.runtime.observe.measure import Figures
+    from megatron_zbpp.runtime.measure import Figures
     from megatron_zbpp.schedules import Family, build
 
 __all__ = [

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.runtime.filler import Filler
-from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.clock import Filler
+from megatron_zbpp.runtime.measure import Iteration
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 Around = Callable[[Pass], AbstractContextManager]

@@ -14,7 +14,7 @@ from megatron_zbpp.analysis.fit_costs import full_rank, measured_costs, middle, 
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.measure import Iteration
 
 WARM_UP = 2  # iterations that are slower than others
 _T = TypeVar('_T')

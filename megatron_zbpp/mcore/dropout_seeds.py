@@ -26,7 +26,7 @@ from megatron_zbpp.guests.base import Around, Guest, Run
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.mcore.left_behind import random_states, set_random_states
 from megatron_zbpp.runtime.compat import another_client, default_store
-from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.measure import Iteration
 
 _DEFAULT, _AS_DEFAULT, _MODEL_PARALLEL = 'default', 'data-parallel-rng', 'model-parallel-rng'
 _LAYER = re.compile(r'(.*\blayers)\.\d+')

@@ -21,7 +21,7 @@ from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.mcore.start import part_patches
 from megatron_zbpp.post_validation.protocol import PostValidation
-from megatron_zbpp.runtime.observe.measure import Figures, Iteration
+from megatron_zbpp.runtime.measure import Figures, Iteration
 
 if TYPE_CHECKING:
     from megatron_zbpp.guests.side_work.side_work import SideWork

@@ -35,7 +35,7 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.runtime.log import job_log, rank_log
-from megatron_zbpp.runtime.observe.measure import Figures
+from megatron_zbpp.runtime.measure import Figures
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,11 @@ from megatron_zbpp.guests.side_work import side_work
 from megatron_zbpp.guests.side_work.side_work import SideWork
 from megatron_zbpp.ir import B, F, Pass
 from megatron_zbpp.post_validation import speculative_step, watch
-from megatron_zbpp.runtime.clock import clock_for
+from megatron_zbpp.runtime.clock import Record, clock_for
 from megatron_zbpp.runtime.compat import unseen_by_autograd
-from megatron_zbpp.runtime.guard.position import Tracker
+from megatron_zbpp.runtime.guard.activities import Tracker
 from megatron_zbpp.runtime.guard.watchdog import EXIT_CODE, Watchdog
-from megatron_zbpp.runtime.observe.measure import Iteration
-from megatron_zbpp.runtime.observe.record import Record
+from megatron_zbpp.runtime.measure import Iteration
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.schedules import build
 

@@ -16,7 +16,7 @@ from megatron_zbpp.guests.base import Change, ModelLayers
 from megatron_zbpp.guests.tracing.tracer import Tracer
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.measure import Iteration
 from megatron_zbpp.schedules import build
 
 

@@ -12,7 +12,7 @@ from megatron_zbpp.guests.base import Guest, Run
 from megatron_zbpp.ir import Schedule, W
 from megatron_zbpp.partitioning.freeze_plans import FreezePlan
 from megatron_zbpp.runtime.key import Key
-from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.measure import Iteration
 
 _COMPARED = 20  # steps with the whole shares, before the gain is told
 

@@ -27,7 +27,7 @@ from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import HOST, TRANSFERS
 from megatron_zbpp.runtime.log import rank_log
-from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.measure import Iteration
 from megatron_zbpp.techniques.copies import copy_ratio
 from megatron_zbpp.techniques.offload.place import FREE, offloaded
 

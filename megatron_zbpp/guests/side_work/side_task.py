@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_zbpp.guests.base import Guest, Run
 from megatron_zbpp.guests.side_work.side_work import SideWork
-from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.measure import Iteration
 
 
 class SideTask(Guest):

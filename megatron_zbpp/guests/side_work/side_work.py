@@ -24,10 +24,9 @@ import torch.distributed as dist
 
 from megatron_zbpp.guests.measurements import USABLE
 from megatron_zbpp.ir import Pass, Schedule
-from megatron_zbpp.runtime.clock import Clock, never_needed
+from megatron_zbpp.runtime.clock import Clock, Record, never_needed
 from megatron_zbpp.runtime.log import rank_log
-from megatron_zbpp.runtime.observe.measure import Iteration
-from megatron_zbpp.runtime.observe.record import Record
+from megatron_zbpp.runtime.measure import Iteration
 
 
 def on_cuda() -> bool:

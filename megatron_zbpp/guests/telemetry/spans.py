@@ -27,7 +27,7 @@ from megatron_zbpp.guests.base import Guest, Run
 from megatron_zbpp.ir import B, F, Pass, Schedule
 from megatron_zbpp.runtime import compat
 from megatron_zbpp.runtime.kinds import done_by
-from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.measure import Iteration
 
 PASSES, MESSAGES = 'microbatch', 'communication'  # groups of Megatron's
 _DIRECTIONS = {'activation': 'forward', 'gradient': 'backward'}  # of messages, by Megatron's words

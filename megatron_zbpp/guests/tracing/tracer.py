@@ -16,7 +16,7 @@ from megatron_zbpp.ir.plan_costs import stages_file
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.render.html import html
 from megatron_zbpp.render.perfetto import perfetto
-from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.measure import Iteration
 
 _DRAWN = 5  # the iteration to draw: the first ones are slower than others
 

@@ -25,7 +25,7 @@ from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.post_validation import protocol
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.log import rank_log
-from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.measure import Iteration
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 if TYPE_CHECKING:

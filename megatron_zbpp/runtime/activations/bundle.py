@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from megatron_zbpp.runtime import compat
-from megatron_zbpp.runtime.activations.slabs import PinningError
+from megatron_zbpp.runtime.activations.host_memory import PinningError
 
 HELD = 'held by others'
 _SHARED = 'needed by other slices'

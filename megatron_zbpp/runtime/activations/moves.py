@@ -15,7 +15,7 @@ from megatron_zbpp.ir.graph import HOST, PARTNER, TRANSFERS
 from megatron_zbpp.runtime.key import Key, key_of
 
 if TYPE_CHECKING:
-    from megatron_zbpp.runtime.activations.partner import Keeping
+    from megatron_zbpp.runtime.activations.copies import Keeping
     from megatron_zbpp.runtime.activations.store import ActivationStore
 
 _OUT, _BACK = TRANSFERS[HOST]

@@ -11,9 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_zbpp.runtime import compat
 from megatron_zbpp.runtime.activations.bundle import HELD, SMALL, Bundle, Bytes
-from megatron_zbpp.runtime.activations.copies import Copies
-from megatron_zbpp.runtime.activations.partner import Keeping, Partner
-from megatron_zbpp.runtime.activations.slabs import PinningError
+from megatron_zbpp.runtime.activations.copies import Copies, Keeping, Partner
+from megatron_zbpp.runtime.activations.host_memory import PinningError
 from megatron_zbpp.runtime.channels import Channels
 from megatron_zbpp.runtime.key import Key
 from megatron_zbpp.runtime.log import rank_log

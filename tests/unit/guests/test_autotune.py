@@ -22,7 +22,7 @@ from megatron_zbpp.ir import BW, B, F, Placement, Schedule, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.mcore.programs import start_family
 from megatron_zbpp.runtime.executor import Record
-from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.measure import Iteration
 from megatron_zbpp.schedules import build
 
 PLACEMENT = Placement.v(2)

@@ -1,9 +1,10 @@
-"""Memory of the host for what left: taken as it is needed, page-locked for a GPU, and used again.
+"""Memory of the host for activations: how much is left, and slabs that are used again.
 
-Bytes of a pass may differ from microbatch to microbatch, as with experts and sequences of any
-length. So a slab serves what fits into it and needs half of it or more; where none does, one that
-is too small for it, but not for half of it, makes room for another. Of passes that differ by less
-than half there are so as many as ever are on the host at once.
+Slabs are taken as they are needed, and page-locked for a GPU. Bytes of a pass may differ from
+microbatch to microbatch, as with experts and sequences of any length. So a slab serves what fits
+into it and needs half of it or more; where none does, one that is too small for it, but not for
+half of it, makes room for another. Of passes that differ by less than half there are so as many as
+ever are on the host at once.
 """
 
 from __future__ import annotations
@@ -12,12 +13,90 @@ import contextlib
 import mmap
 import weakref
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from megatron_zbpp.runtime.activations import host
+
+class Room(NamedTuple):
+    """Memory that can still be taken.
+
+    Attributes:
+        nbytes: of it.
+        file: that says so.
+    """
+
+    nbytes: int
+    file: Path
+
+    def __str__(self) -> str:
+        return f'{self.nbytes / 2**30:.3g} GiB ({self.file})'
+
+
+def room(root: Path = Path('/')) -> Room | None:
+    """Return the least of what the machine and each control group of this process have left.
+
+    Page cache counts as free: it is given back where memory is short.
+
+    Args:
+        root: of the file system.
+
+    Returns:
+        None where nothing tells: not on Linux.
+    """
+    return min((*_of_machine(root), *_of_groups(root)), default=None)
+
+
+def _of_machine(root: Path) -> Iterator[Room]:
+    file = root / 'proc/meminfo'
+    value = _values(file, ':').get('MemAvailable')
+    if value is not None:
+        yield Room(value * 1024, file)
+
+
+def _of_groups(root: Path) -> Iterator[Room]:
+    groups = root / 'sys/fs/cgroup'
+    for line in _lines(root / 'proc/self/cgroup'):
+        _, controllers, path = line.split(':', 2)
+        if controllers and 'memory' not in controllers.split(','):
+            continue
+        base = groups / 'memory' if controllers else groups
+        prefix, limit, used = ('total_', 'memory.limit_in_bytes', 'memory.usage_in_bytes')
+        if not controllers:
+            prefix, limit, used = '', 'memory.max', 'memory.current'
+        own = base / path.lstrip('/')
+        inside = [own, *own.parents]
+        for folder in inside[: inside.index(base) + 1]:
+            most, taken = (_number(folder / name) for name in (limit, used))
+            if most is None or taken is None:
+                continue  # no limit, or its files are those of another name space
+            cached = _values(folder / 'memory.stat', ' ')
+            files = sum(cached.get(f'{prefix}{name}_file', 0) for name in ('active', 'inactive'))
+            yield Room(max(0, most - taken + files), folder / limit)
+
+
+def _number(file: Path) -> int | None:
+    """Return the number in a file; None: it has none, such as `max`."""
+    (text,) = _lines(file)[:1] or ['']
+    return int(text) if text.isdecimal() else None
+
+
+def _values(file: Path, separator: str) -> dict[str, int]:
+    """Return numbers by name: of lines such as `MemAvailable:  10 kB`."""
+    pairs = (line.partition(separator) for line in _lines(file))
+    words = ((name, rest.split()) for name, _, rest in pairs)
+    return {name: int(rest[0]) for name, rest in words if rest and rest[0].isdecimal()}
+
+
+def _lines(file: Path) -> list[str]:
+    """Return the lines of a file; none where it is not there, or not for this user."""
+    try:
+        return file.read_text(encoding='utf-8').splitlines()
+    except OSError:
+        return []
+
 
 _SPARED = 0.95  # of what the host has left: other ranks take some meanwhile
 _MORE = 1.125  # of a slab that was too small: the next one is not, a little later
@@ -76,7 +155,7 @@ def require_room(nbytes: int) -> None:
     Raises:
         PinningError: there is not as much memory, and something to spare.
     """
-    left = host.room()
+    left = room()
     if left is not None and nbytes > _SPARED * left.nbytes:
         raise PinningError(
             f'{nbytes / 2**20:.1f} MiB more of host memory are not to be had, of {left} left: give '
