@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from megatron_zbpp.analysis.checker import check
     from megatron_zbpp.analysis.simulator import simulate
-    from megatron_zbpp.guests.side_work.forwards import forwards
+    from megatron_zbpp.guests.side_work import forwards
     from megatron_zbpp.ir import Pass, Placement, Schedule
     from megatron_zbpp.ir.costs import Costs
     from megatron_zbpp.ir.errors import ScheduleError
@@ -89,7 +89,7 @@ __all__ = [
 _MODULES = {
     'analysis.checker': ('check',),
     'analysis.simulator': ('simulate',),
-    'guests.side_work.forwards': ('forwards',),
+    'guests.side_work': ('forwards',),
     'ir': ('Pass', 'Placement', 'Schedule'),
     'ir.costs': ('Costs',),
     'ir.errors': ('ScheduleError',),

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.program import Send
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.guests.tracing.tracer import Tracer
+from megatron_zbpp.guests.tracing import Tracer
 from megatron_zbpp.ir import KINDS, Pass, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.runtime.channels import Incoming, Message

@@ -24,7 +24,7 @@ from megatron_zbpp.post_validation.protocol import PostValidation
 from megatron_zbpp.runtime.measure import Figures, Iteration
 
 if TYPE_CHECKING:
-    from megatron_zbpp.guests.side_work.side_work import SideWork
+    from megatron_zbpp.guests.side_work import SideWork
     from megatron_zbpp.mcore.iteration.asynchronous import ForwardsInFlight
     from megatron_zbpp.mcore.optimizer.next_iteration import ForwardsAhead
 
@@ -146,7 +146,7 @@ class Plugin:
                 f'a side task does not go with {self.session.programs.name}, which is '
                 'asynchronous: take a synchronous schedule, such as zb-v'
             )
-        from megatron_zbpp.guests.side_work.side_task import SideTask, SideWork
+        from megatron_zbpp.guests.side_work import SideTask, SideWork
 
         work = SideWork(step and functools.partial(isolated, step), step_seconds, margin, memory)
         self.session.invite(SideTask(work))

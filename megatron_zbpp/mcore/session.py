@@ -19,8 +19,7 @@ from megatron_zbpp.guests.base import Guest
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import STAGE, Settings
-from megatron_zbpp.post_validation.policy import EarlyStepPolicy
-from megatron_zbpp.post_validation.protocol import PostValidation
+from megatron_zbpp.post_validation.protocol import EarlyStepPolicy, PostValidation
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import Filler
 from megatron_zbpp.runtime.groups import beside

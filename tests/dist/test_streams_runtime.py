@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from recorded import device
 
-from megatron_zbpp.guests.side_work import side_work
-from megatron_zbpp.guests.side_work.side_work import SideWork
+from megatron_zbpp.guests import side_work
+from megatron_zbpp.guests.side_work import SideWork
 from megatron_zbpp.ir import B, F, Pass
 from megatron_zbpp.post_validation import speculative_step, watch
 from megatron_zbpp.runtime.clock import Record, clock_for

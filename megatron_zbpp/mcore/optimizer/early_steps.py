@@ -18,8 +18,7 @@ from megatron_zbpp.mcore.optimizer.barriers import WAIT
 from megatron_zbpp.mcore.optimizer.next_iteration import ForwardsAhead
 from megatron_zbpp.mcore.optimizer.split_step import SplitStep
 from megatron_zbpp.mcore.session import Session
-from megatron_zbpp.post_validation.partial_state import PartialReduction
-from megatron_zbpp.post_validation.protocol import STEP, PostValidation
+from megatron_zbpp.post_validation.protocol import STEP, PartialReduction, PostValidation
 from megatron_zbpp.post_validation.speculative_step import KEPT_BYTES
 from megatron_zbpp.runtime.guard import agreement
 from megatron_zbpp.runtime.log import job_log

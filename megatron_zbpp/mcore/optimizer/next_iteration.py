@@ -13,7 +13,7 @@ from megatron_zbpp.mcore.optimizer.barriers import WAIT
 from megatron_zbpp.mcore.optimizer.entry_check import Agreement, Watching
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.side_effects import SideEffects
-from megatron_zbpp.post_validation.replay import ReplayIterator
+from megatron_zbpp.post_validation.data_iterators import ReplayIterator
 from megatron_zbpp.runtime.log import job_log
 
 

@@ -29,8 +29,7 @@ from megatron.core.optimizer.optimizer import (
 from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.optimizer.waiting import leaves, members
 from megatron_zbpp.mcore.patches.registry import Patch
-from megatron_zbpp.post_validation.partial_state import is_clean
-from megatron_zbpp.post_validation.protocol import Outcome
+from megatron_zbpp.post_validation.protocol import Outcome, is_clean
 from megatron_zbpp.post_validation.speculative_step import SpeculativeStep, Stepped
 from megatron_zbpp.runtime.compat import unseen_by_autograd
 

@@ -76,7 +76,7 @@ def _without_reduction(steps: Steps, same: Callable, original: Callable) -> Call
 
 def _the_same_views(original: Callable) -> Callable:
     """Give chunks the iterators of the iteration before, in which this one may have begun."""
-    from megatron_zbpp.post_validation.views import SharedViews
+    from megatron_zbpp.post_validation.data_iterators import SharedViews
 
     views = SharedViews()
 

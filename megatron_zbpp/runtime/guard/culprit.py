@@ -206,7 +206,7 @@ class Heartbeats:
 
 
 class _Question(NamedTuple):
-    """A question for the culprit; see `Heartbeats.find_culprit`. A lost store puts an empty line."""
+    """A question for the rank at fault. A lost store puts an empty line."""
 
     own: RankStatus
     stalled: float

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.guests.side_work import side_work
-from megatron_zbpp.guests.side_work.side_work import SideWork
+from megatron_zbpp.guests import side_work
+from megatron_zbpp.guests.side_work import SideWork
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.runtime.clock import Record
 from megatron_zbpp.schedules import build

@@ -33,7 +33,7 @@ from megatron_zbpp.techniques.offload.place import FREE, offloaded
 
 
 @dataclass
-class FreeAmount(Guest):
+class OffloadTuner(Guest):
     """Follows the iterations of one rank, and says once what was measured.
 
     Args:

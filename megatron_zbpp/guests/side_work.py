@@ -14,14 +14,16 @@ from __future__ import annotations
 import random
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_zbpp.guests.base import Guest, Run
 from megatron_zbpp.guests.measurements import USABLE
 from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.runtime.clock import Clock, Record, never_needed
@@ -300,3 +302,52 @@ class SideWork:
 def _wait_for_device() -> None:
     if on_cuda():
         torch.cuda.current_stream().synchronize()
+
+
+class SideTask(Guest):
+    """Tells `work` when passes are expected, as measured.
+
+    Args:
+        work: of this rank.
+    """
+
+    def __init__(self, work: SideWork) -> None:
+        self.filler = work
+        self._work = work
+
+    def after(self, iteration: Iteration, run: Run) -> None:
+        """Measure, while that is due: a collective of the pipeline."""
+        with run.collective('times of the pipeline for a side task'):
+            self._work.after(iteration, run.overlaps)
+
+
+def forwards(
+    layers: Sequence[Callable[[Any], Any]], inputs: Iterable[Any], take: Callable[[Any], None]
+) -> Callable[[], bool]:
+    """Return a step that runs one layer of a model that does not train.
+
+    Args:
+        layers: of the model, in order: each takes what the one before returned.
+        inputs: of the first layer; the next one is asked for once the last one has come out.
+        take: is called with what comes out, in the order of the inputs.
+
+    Returns:
+        For `plugin.side_task`: it returns False once there are no more inputs.
+
+    >>> found = []
+    >>> step = forwards([lambda x: x + 1, lambda x: 2 * x], [1, 2], found.append)
+    >>> [step() for _ in range(5)], found
+    ([True, True, True, True, False], [4, 6])
+    """
+
+    def steps() -> Iterator[bool]:
+        for made in inputs:
+            for number, layer in enumerate(layers, 1):
+                with torch.no_grad():
+                    made = layer(made)
+                if number == len(layers):
+                    take(made)
+                yield True
+
+    run = steps()
+    return lambda: next(run, False)

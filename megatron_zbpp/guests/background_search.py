@@ -1,6 +1,6 @@
 """Searches in a process of its own, beside the training: a pickled call in, a text out.
 
-    python -m megatron_zbpp.guests.autotune.background answer < call
+    python -m megatron_zbpp.guests.background_search answer < call
 
 `multiprocessing` is not used: it would import the training's script again.
 """
@@ -28,7 +28,7 @@ from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.techniques.vocabulary.hosts import hosts_like
 from megatron_zbpp.techniques.vocabulary.whole import has_shards
 
-COMMAND = (sys.executable, '-m', 'megatron_zbpp.guests.autotune.background')
+COMMAND = (sys.executable, '-m', 'megatron_zbpp.guests.background_search')
 _LATE = 10  # times the seconds to search in, after which the search is taken for stuck
 
 

@@ -3,14 +3,20 @@
 All ranks of the job measure times, and on a GPU bytes; the first one plans, once for all, in a
 process of its own, while training goes on. Every switch is announced by a broadcast, so that all
 ranks make it together.
+
+Then the first rank looks for a better partition of the layers, too. Layers cannot move while a run
+lasts: the partition that is found becomes a plan's file, for the next start.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import sha256
 from math import inf
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,17 +26,158 @@ from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.gain import RIVAL, makespan_of
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.guests.autotune.background import BackgroundSearch, schedule_text
-from megatron_zbpp.guests.autotune.repartition import Repartition, look
+from megatron_zbpp.guests.background_search import BackgroundSearch, partition_text, schedule_text
 from megatron_zbpp.guests.base import Change, Guest, ModelLayers, Run
 from megatron_zbpp.guests.measurements import WARM_UP, Measured, measured, merge_measurements
 from megatron_zbpp.ir import B, F, Placement, Schedule, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.plan_costs import in_reverse, message_times
-from megatron_zbpp.partitioning.speeds import slow_ranks
+from megatron_zbpp.partitioning.devices import Devices
+from megatron_zbpp.partitioning.fitting import fit_layers
+from megatron_zbpp.partitioning.layers import Layers
+from megatron_zbpp.partitioning.speeds import measured_devices, slow_ranks
+from megatron_zbpp.partitioning.stages import Partition, stage_costs
+from megatron_zbpp.planner.cache import default_folder
 from megatron_zbpp.runtime.log import rank_log
 from megatron_zbpp.runtime.measure import Iteration
 from megatron_zbpp.techniques.vocabulary.whole import WHOLE, has_shards, rival_costs
+
+_WORTH = 0.01  # the least gain that a new start is worth
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """The start of a search for a partition.
+
+    Attributes:
+        layers: whose costs are fitted to the times of stages that were measured.
+        error: the largest of a stage, as a share.
+        devices: of the pipeline, those of slower ranks with a factor; with the links' latency.
+        now: what an iteration takes with the layers where they are, by those costs, in seconds.
+    """
+
+    layers: Layers
+    error: float
+    devices: Devices
+    now: float
+
+    @property
+    def unequal(self) -> str:
+        """Ranks slower or faster than others at the same layers, for messages; '' if none is."""
+        return ', '.join(
+            f'rank {rank} takes {device.factors[0]:.3g} times as long'
+            for rank, device in enumerate(self.devices.devices)
+            if device.factors[0] != 1
+        )
+
+
+def fit_layers_to_run(
+    layout: str, schedule: Schedule, costs: Costs, objective: str, layers_alike: bool = True
+) -> MeasuredRun:
+    """Return what is known of the layers and ranks from the times of the stages.
+
+    Args:
+        layout: of the layers, in model order.
+        schedule: that runs.
+        costs: measured, of its stages.
+        objective: 'makespan' or 'window'.
+        layers_alike: whether layers of a letter are; if not, no rank is taken for a slower one.
+
+    Raises:
+        ValueError: the layout has another number of stages.
+    """
+    placement, stages = schedule.placement, layout.split('|')
+    devices = measured_devices(stages, placement, costs, layers_alike)
+    factors = [devices.devices[rank].factors[0] for rank in placement.only_route]
+    layers, error = fit_layers([(layout, costs)], factors=factors)
+    where = Partition(placement, tuple(map(len, stages)), tuple(range(placement.num_ranks)))
+    fitted = stage_costs(layers, devices, where)
+    return MeasuredRun(layers, error, devices, simulate(schedule, fitted).value(objective))
+
+
+@dataclass(frozen=True)
+class Repartition:
+    """A search for a better partition, on the rank that plans.
+
+    Attributes:
+        search: beside the training.
+        measured_run: what it starts from.
+        objective: 'makespan' or 'window'.
+        say: tells the user.
+    """
+
+    search: BackgroundSearch
+    measured_run: MeasuredRun
+    objective: str
+    say: Callable[[str], None]
+
+    @classmethod
+    def start(
+        cls,
+        measured_run: MeasuredRun,
+        num_microbatches: int,
+        limit: float | None,
+        seconds: float,
+        objective: str,
+        say: Callable[[str], None],
+    ) -> Repartition | None:
+        """Start a search within `limit` measured activations a rank, or within any (None).
+
+        Returns:
+            None: it cannot be started, and the user is told.
+        """
+        inputs = measured_run.layers, measured_run.devices, num_microbatches, limit
+        call = partial(partition_text, *inputs, seconds, objective)
+        search = BackgroundSearch.start('the search for a partition', call, seconds, say)
+        return None if search is None else cls(search, measured_run, objective, say)
+
+    def finished(self) -> bool:
+        """Return whether there is nothing more to wait for; tell the user what was found, once."""
+        if not self.search.ended():
+            return False
+        text = self.search.answer()
+        if text:
+            self._report(text)
+        else:
+            self.say('auto: no other partition of the layers was found, see above')
+        return True
+
+    def end(self) -> None:
+        """Give it up."""
+        self.search.end()
+
+    def _report(self, text: str) -> None:
+        plan, measured_run = json.loads(text), self.measured_run
+        expected = plan[self.objective]
+        gain = 1 - expected / measured_run.now if measured_run.now else 0.0
+        fit = f'layers fitted to stages within {measured_run.error:.1%}'
+        fit += f'; {measured_run.unequal} for its layers' if measured_run.unequal else ''
+        if gain < _WORTH:
+            self.say(f'auto: no other partition of the layers gains {_WORTH:.0%} ({fit})')
+            return
+        times = f'{expected * 1e3:.1f} ms instead of {measured_run.now * 1e3:.1f} ms predicted'
+        holds = f'it holds {max(plan["peak_activations"]):.3g} activations'
+        what = f'auto: the partition {plan["layout"]} would be {gain:.1%} faster'
+        what += f' ({times}, {fit}; {holds})'
+        try:
+            path = _written(text)
+        except OSError as error:
+            self.say(f'{what}; its plan could not be written ({error})')
+            return
+        self.say(
+            f'{what}; layers do not move while a run lasts: start again from a checkpoint with '
+            f'--pipeline-schedule-file {path}'
+        )
+
+
+def _written(text: str) -> Path:
+    plans = default_folder()
+    folder = Path() if plans is None else plans.parent / 'partitions'
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f'{sha256(text.encode()).hexdigest()[:16]}.json'
+    path.write_text(text, encoding='utf-8')
+    return path.absolute()
+
 
 _UNKNOWN = ModelLayers(None, alike=True)
 _OF_SIZE = (  # what is known for one number of microbatches
@@ -237,12 +384,14 @@ class AutoPlan(Guest):
         if unknown := _unknown_to_partitions(self._original or schedule):
             self.say(f'auto: looks for no other partition of the layers: it knows no {unknown}')
             return
-        looked = look(self.layers.layout, schedule, self.costs, self.objective, self.layers.alike)
+        measured_run = fit_layers_to_run(
+            self.layers.layout, schedule, self.costs, self.objective, self.layers.alike
+        )
         # a proposal may take all the room that there is; what runs keeps to what 1F1B holds
         asked = inf if self.memory_limit is None else self.memory_limit
         _, room, _ = merge_measurements(self._found, schedule, asked)
         self._partition = Repartition.start(
-            looked,
+            measured_run,
             schedule.num_microbatches,
             room if room < inf else None,
             self.seconds,
