@@ -47,19 +47,13 @@ _WORTH = 0.01  # the least gain that a new start is worth
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """The start of a search for a partition.
+    """The start of a search for a partition."""
 
-    Attributes:
-        layers: whose costs are fitted to the times of stages that were measured.
-        error: the largest of a stage, as a share.
-        devices: of the pipeline, those of slower ranks with a factor; with the links' latency.
-        now: what an iteration takes with the layers where they are, by those costs, in seconds.
-    """
-
-    layers: Layers
-    error: float
+    layers: Layers  # whose costs are fitted to the times of stages that were measured
+    error: float  # the largest of a stage, as a share
+    # of the pipeline, those of slower ranks with a factor; with the links' latency
     devices: Devices
-    now: float
+    now: float  # what an iteration takes with the layers where they are, by those costs, in seconds
 
     @property
     def unequal(self) -> str:
@@ -97,19 +91,12 @@ def fit_layers_to_run(
 
 @dataclass(frozen=True)
 class Repartition:
-    """A search for a better partition, on the rank that plans.
+    """A search for a better partition, on the rank that plans."""
 
-    Attributes:
-        search: beside the training.
-        measured_run: what it starts from.
-        objective: 'makespan' or 'window'.
-        say: tells the user.
-    """
-
-    search: BackgroundSearch
-    measured_run: MeasuredRun
-    objective: str
-    say: Callable[[str], None]
+    search: BackgroundSearch  # beside the training
+    measured_run: MeasuredRun  # what it starts from
+    objective: str  # 'makespan' or 'window'
+    say: Callable[[str], None]  # tells the user
 
     @classmethod
     def start(
@@ -209,12 +196,6 @@ class AutoPlan(Guest):
         objective: what to plan for: 'makespan' where all ranks wait for each other between
             iterations, 'window' where they do not.
         say: tells the user.
-
-    Attributes:
-        planned: the schedule that was switched to.
-        costs: that it was planned for.
-        layers: of the model: where their layout is known, a better one is looked for; where they
-            are alike, a rank on which they take longer is taken for a slower one.
     """
 
     profile_iters: int = 5
@@ -222,8 +203,10 @@ class AutoPlan(Guest):
     seconds: float = 30.0
     objective: str = 'makespan'
     say: Callable[[str], None] = rank_log.info
-    planned: Schedule | None = None
-    costs: Costs | None = None
+    planned: Schedule | None = None  # the schedule that was switched to
+    costs: Costs | None = None  # that it was planned for
+    # of the model: where their layout is known, a better one is looked for; where they are alike, a
+    # rank on which they take longer is taken for a slower one
     layers: ModelLayers = _UNKNOWN
     _num_microbatches: int = 0
     _sizes: dict[int, dict[str, Any]] = field(default_factory=dict)

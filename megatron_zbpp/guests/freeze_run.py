@@ -20,10 +20,6 @@ _COMPARED = 20  # steps with the whole shares, before the gain is told
 class FreezeRun(Guest):
     """Follows a plan through a training, on one rank.
 
-    Args:
-        plan: that all ranks have.
-        say: tells the user, once for all ranks.
-
     Attributes:
         plan: the same.
         step: that runs, from 0.

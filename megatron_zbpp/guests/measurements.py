@@ -23,23 +23,14 @@ USABLE = 0.9  # of memory that was never needed: fragments, and what other libra
 
 @dataclass(frozen=True)
 class Measured:
-    """One rank's measurements of an iteration.
+    """One rank's measurements of an iteration."""
 
-    Attributes:
-        costs: of all stages of its pipeline; times only.
-        makespan: of its pipeline, in seconds.
-        held: `Iteration.held`, of its own stages.
-        spare: bytes that it never needed; None where nobody counts them.
-        rank: in the pipeline.
-        ranks: of the job, in its pipeline.
-    """
-
-    costs: Costs
-    makespan: float
-    held: Mapping[int, tuple[float, float]]
-    spare: int | None
-    rank: int
-    ranks: tuple[int, ...] = ()
+    costs: Costs  # of all stages of its pipeline; times only
+    makespan: float  # of its pipeline, in seconds
+    held: Mapping[int, tuple[float, float]]  # `Iteration.held`, of its own stages
+    spare: int | None  # bytes that it never needed; None where nobody counts them
+    rank: int  # in the pipeline
+    ranks: tuple[int, ...] = ()  # of the job, in its pipeline
 
 
 def measured(iteration: Iteration) -> list[Measured]:

@@ -34,19 +34,11 @@ from megatron_zbpp.techniques.offload.place import FREE, offloaded
 
 @dataclass
 class OffloadTuner(Guest):
-    """Follows the iterations of one rank, and says once what was measured.
-
-    Args:
-        profile_iters: how many iterations to measure.
-        say: tells the user, on the first rank.
-
-    Attributes:
-        settled: whether it has measured.
-    """
+    """Follows the iterations of one rank, and says once what was measured."""
 
     profile_iters: int = 5
     say: Callable[[str], None] = rank_log.info
-    settled: bool = False
+    settled: bool = False  # whether it has measured
     _seen: int = 0
     _found: list[Measured] = field(default_factory=list)
 

@@ -107,25 +107,15 @@ _SHARE, _LEAST = 0.2, 1e-3  # margin: of a step, and seconds
 
 @dataclass(frozen=True)
 class _Times:
-    """Times at which a rank runs its passes, in seconds.
+    """Times at which a rank runs its passes, in seconds."""
 
-    Attributes:
-        ahead: passes that had run before the iteration began; the first is the one after them.
-        starts: of each pass, after the start of the first.
-        gaps: before each pass, in which the rank waits.
-        end: of the last rank, after the start of the first pass here.
-        end_gap: from the end of the last pass here to that.
-        after_begin: the start of the first pass, after the iteration began here.
-        after_end: the same after the end of the iteration before.
-    """
-
-    ahead: int
-    starts: dict[Pass, float]
-    gaps: dict[Pass, float]
-    end: float
-    end_gap: float
-    after_begin: float
-    after_end: float
+    ahead: int  # passes that had run before the iteration began; the first is the one after them
+    starts: dict[Pass, float]  # of each pass, after the start of the first
+    gaps: dict[Pass, float]  # before each pass, in which the rank waits
+    end: float  # of the last rank, after the start of the first pass here
+    end_gap: float  # from the end of the last pass here to that
+    after_begin: float  # the start of the first pass, after the iteration began here
+    after_end: float  # the same after the end of the iteration before
 
     @classmethod
     def middle(cls, found: Sequence[_Times]) -> _Times:
@@ -305,11 +295,7 @@ def _wait_for_device() -> None:
 
 
 class SideTask(Guest):
-    """Tells `work` when passes are expected, as measured.
-
-    Args:
-        work: of this rank.
-    """
+    """Tells `work` when passes are expected, as measured."""
 
     def __init__(self, work: SideWork) -> None:
         self.filler = work

@@ -38,23 +38,15 @@ Messages = Mapping[Pass, Sequence[tuple[str, int]]]
 
 
 class Span(NamedTuple):
-    """One span.
+    """One span."""
 
-    Attributes:
-        name: in Megatron's scheme.
-        p: the pass that it is of, or that makes or takes the message.
-        start: in seconds of this host's monotonic clock.
-        end: likewise.
-        peer: the rank of the pipeline at the other end of a message; None: it is of a pass.
-        came: whether it is of a message that this rank takes.
-    """
-
-    name: str
-    p: Pass
-    start: float
-    end: float
+    name: str  # in Megatron's scheme
+    p: Pass  # the pass that it is of, or that makes or takes the message
+    start: float  # in seconds of this host's monotonic clock
+    end: float  # likewise
+    # the rank of the pipeline at the other end of a message; None: it is of a pass
     peer: int | None = None
-    came: bool = False
+    came: bool = False  # whether it is of a message that this rank takes
 
 
 class Spans(Guest):

@@ -169,9 +169,6 @@ class Plugin:
         Freezing then goes on in the phase of that step, with its draws. NVIDIA's loop says so by
         itself; in a loop of one's own all ranks call this, before the first iteration.
 
-        Args:
-            step: how many were taken.
-
         Raises:
             ValueError: it is no number of steps.
         """

@@ -13,16 +13,11 @@ from typing import Any
 
 
 class ReplayIterator:
-    """Gives what `source` gives; items may be drawn early, and given again.
-
-    Attributes:
-        source: the iterator.
-        given: how many items it has given since `mark`.
-    """
+    """Gives what `source` gives; items may be drawn early, and given again."""
 
     def __init__(self, source: Iterator[Any]) -> None:
-        self.source = source
-        self.given = 0
+        self.source = source  # the iterator
+        self.given = 0  # how many items it has given since `mark`
         self._drawn: deque[Any] = deque()  # from the source, not given yet
         self._kept: list[Any] | None = None  # given since `mark`, where they are kept
 
@@ -74,15 +69,11 @@ _KEPT = 4  # sources at once: of training, validation, test
 
 
 class View:
-    """Gives a chunk what `shared` draws, from where the chunk is.
-
-    Attributes:
-        at: how many items it has given; None: its chunk reads no data.
-    """
+    """Gives a chunk what `shared` draws, from where the chunk is."""
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        self.at: int | None = 0
+        self.at: int | None = 0  # how many items it has given; None: its chunk reads no data
 
     def __iter__(self) -> View:
         return self
@@ -99,12 +90,7 @@ class View:
 
 
 class Shared:
-    """Draws from `source` once for all of its views.
-
-    Args:
-        source: the iterator.
-        num_views: as many as chunks.
-    """
+    """Draws from `source` once for all of its views."""
 
     def __init__(self, source: Iterator[Any], num_views: int) -> None:
         self.source = source

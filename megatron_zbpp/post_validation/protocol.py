@@ -38,10 +38,6 @@ class EarlyStepPolicy:
         window: of early steps, that is looked back on.
         tolerated: if more of them had to be taken back, steps wait for all ranks again.
         most_redone: after so many iterations in a row that had to run again, they always do.
-
-    Attributes:
-        engaged: whether the next step is taken early.
-        ended: whether steps wait from now on, whatever comes.
     """
 
     clean_steps: int = 10
@@ -51,8 +47,8 @@ class EarlyStepPolicy:
     _redone: int = 0
     _in_a_row: int = 0
     _failed: deque[bool] = field(init=False)
-    engaged: bool = field(init=False)
-    ended: bool = False
+    engaged: bool = field(init=False)  # whether the next step is taken early
+    ended: bool = False  # whether steps wait from now on, whatever comes
 
     def __post_init__(self) -> None:
         if self.clean_steps < 0:
@@ -90,15 +86,11 @@ _TAG = 4  # channels of messages, shapes and activations have those below
 
 @dataclass(frozen=True)
 class Prefix:
-    """The state of the first ranks of the chain.
+    """The state of the first ranks of the chain."""
 
-    Attributes:
-        squared_norm: of their gradients; infinite if one found an overflow or cannot go ahead.
-        ahead: how many of them have gone ahead.
-    """
-
+    # of their gradients; infinite if one found an overflow or cannot go ahead
     squared_norm: float = 0.0
-    ahead: int = 0
+    ahead: int = 0  # how many of them have gone ahead
 
     def then(self, squared_norm: float, clip_grad: float) -> Prefix:
         """Return it with one rank more, which goes ahead exactly if the state allows it."""
@@ -117,23 +109,13 @@ def is_clean(norm: float, clip_grad: float) -> bool:
 
 
 class PartialReduction:
-    """Passes prefixes from rank to rank.
-
-    Args:
-        pp_group: the pipeline group.
-        order: its ranks, first to last.
-        device: where messages between its ranks live.
-
-    Attributes:
-        place: of this rank in the chain.
-        last: whether it is the last.
-    """
+    """Passes prefixes from rank to rank."""
 
     def __init__(
         self, pp_group: dist.ProcessGroup, order: tuple[int, ...], device: torch.device
     ) -> None:
-        self.place = order.index(dist.get_rank(pp_group))
-        self.last = self.place == len(order) - 1
+        self.place = order.index(dist.get_rank(pp_group))  # of this rank in the chain
+        self.last = self.place == len(order) - 1  # whether it is the last
         ranks = [dist.get_global_rank(pp_group, rank) for rank in order]
         self._before = ranks[self.place - 1] if self.place else None
         self._behind = ranks[self.place + 1] if self.place + 1 < len(ranks) else None
@@ -167,15 +149,11 @@ STEP = 'optimizer step'  # as it is called where ranks meet
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a true step.
+    """The outcome of a true step."""
 
-    Attributes:
-        result: what the optimizer's step returns.
-        clean: whether the parameters are what a speculative step would have made: neither skipped
-            nor clipped.
-    """
-
-    result: Any
+    result: Any  # what the optimizer's step returns
+    # whether the parameters are what a speculative step would have made: neither skipped nor
+    # clipped
     clean: bool
 
 

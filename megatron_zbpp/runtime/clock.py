@@ -166,19 +166,14 @@ def clock_for(device: torch.device, counting: bool = False) -> Clock:
 
 @dataclass
 class Record:
-    """The passes of one rank in one iteration, with their times.
+    """The passes of one rank in one iteration, with their times."""
 
-    Attributes:
-        passes: in order.
-        marks: (start, end) of each, for `Clock.seconds`.
-        live: activations held after each: of how many stages, microbatches and slices.
-        joined: places of passes that ran as one with the next; the time of both is noted at the
-            first.
-    """
-
-    passes: list[Pass] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)  # in order
+    # (start, end) of each, for `Clock.seconds`
     marks: list[tuple[object, object]] = field(default_factory=list)
+    # activations held after each: of how many stages, microbatches and slices
     live: list[int] = field(default_factory=list)
+    # places of passes that ran as one with the next; the time of both is noted at the first
     joined: list[int] = field(default_factory=list)
 
 

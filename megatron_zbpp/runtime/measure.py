@@ -30,17 +30,11 @@ _TRIPS = 8  # the first ones wait for a neighbour that is still busy
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """A question for the time, and its answer; in seconds.
+    """A question for the time, and its answer; in seconds."""
 
-    Attributes:
-        asked: by the clock of who asks.
-        told: by the clock of who answers, some time in between.
-        answered: by the clock of who asks.
-    """
-
-    asked: float
-    told: float
-    answered: float
+    asked: float  # by the clock of who asks
+    told: float  # by the clock of who answers, some time in between
+    answered: float  # by the clock of who asks
 
     @property
     def length(self) -> float:
@@ -177,17 +171,11 @@ _FIELDS = {
 
 
 class Extent(NamedTuple):
-    """One iteration of one rank in three numbers, which need no common clock.
+    """One iteration of one rank in three numbers, which need no common clock."""
 
-    Attributes:
-        window: seconds from its first start to its last end.
-        work: seconds in its passes.
-        live: most that it held, in activations of one microbatch on a full rank.
-    """
-
-    window: float
-    work: float
-    live: float
+    window: float  # seconds from its first start to its last end
+    work: float  # seconds in its passes
+    live: float  # most that it held, in activations of one microbatch on a full rank
 
 
 @dataclass(frozen=True)
@@ -236,19 +224,12 @@ class Figures:
 
 @dataclass(frozen=True)
 class Iteration:
-    """The record of one iteration on one rank, and what it amounts to.
+    """The record of one iteration on one rank, and what it amounts to."""
 
-    Attributes:
-        schedule: that ran.
-        pp_group: the pipeline.
-        record: this rank's passes.
-        clock: that took the record's marks.
-    """
-
-    schedule: Schedule
-    pp_group: dist.ProcessGroup
-    record: Record
-    clock: Clock
+    schedule: Schedule  # that ran
+    pp_group: dist.ProcessGroup  # the pipeline
+    record: Record  # this rank's passes
+    clock: Clock  # that took the record's marks
 
     def spans(self) -> tuple[tuple[float, float], ...]:
         """Start and end of each pass in seconds of this host's clock; may synchronise.
@@ -326,17 +307,11 @@ _MOST = 1000  # iterations that are kept, where nobody asks
 
 @dataclass
 class Interval:
-    """Takes note of each iteration of one rank; no rank waits for another before it is asked.
+    """Takes note of each iteration of one rank; no rank waits for another before it is asked."""
 
-    Attributes:
-        latest: the latest iteration; None: there was none.
-        iterations: how many all means so far are of.
-        idle: the sum of their shares of idle time.
-    """
-
-    latest: Iteration | None = None
-    iterations: int = 0
-    idle: float = 0.0
+    latest: Iteration | None = None  # the latest iteration; None: there was none
+    iterations: int = 0  # how many all means so far are of
+    idle: float = 0.0  # the sum of their shares of idle time
     _extents: deque[Extent] = field(default_factory=lambda: deque(maxlen=_MOST))
     _due: bool = False
     _early: tuple[int, int] = (0, 0)

@@ -74,14 +74,7 @@ def comparing(session: Session, original: Callable) -> Callable:
 def _kept_by_rank(
     state: Mapping[str, Any], config: Any, name: Any, kind: str
 ) -> tuple[str | None, Mapping[str, Any]]:
-    """Return files of a checkpoint that are kept by rank, and the file that names their layers.
-
-    Args:
-        state: what is common to all ranks.
-        config: of this run.
-        name: of the checkpoint.
-        kind: Bridge's name of what it is.
-    """
+    """Return files of a checkpoint that are kept by rank, and the file that names their layers."""
     if kind == 'LOCAL':
         return 'local', state
     asked = config.checkpoint

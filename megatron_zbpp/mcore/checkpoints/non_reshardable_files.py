@@ -24,15 +24,11 @@ KEY = 'megatron_zbpp_layout'  # of a checkpoint's state dict
 
 @dataclass(frozen=True)
 class RankFiles:
-    """Layers in the files of a checkpoint; equal where each file holds the same.
+    """Layers in the files of a checkpoint; equal where each file holds the same."""
 
-    Attributes:
-        schedule: who placed them.
-        layers: of each pipeline rank, of each of its chunks: as `E 1-2` or `7-8 L`, layers of the
-            model counted from 1, embedding and loss by their letters.
-    """
-
-    schedule: str
+    schedule: str  # who placed them
+    # of each pipeline rank, of each of its chunks: as `E 1-2` or `7-8 L`, layers of the model
+    # counted from 1, embedding and loss by their letters
     layers: tuple[tuple[str, ...], ...]
 
     @classmethod
@@ -41,11 +37,6 @@ class RankFiles:
 
         >>> RankFiles.of('zb-v', Placement.v(2), ['Et', 't', 't', 'tL']).layers
         (('E 1', '4 L'), ('2', '3'))
-
-        Args:
-            schedule: see the class.
-            placement: of the stages.
-            stages: letters of each in model order, as `Ett`.
         """
         named, before = [], 0
         for stage in stages:
@@ -56,13 +47,7 @@ class RankFiles:
 
     @classmethod
     def by_plugin(cls, schedule: str, placement: Placement, args: Any) -> RankFiles:
-        """Return those of a run that places its stages by `placement`.
-
-        Args:
-            schedule: see the class.
-            placement: of the schedule.
-            args: Megatron's arguments.
-        """
+        """Return those of a run that places its stages by `placement`."""
         return cls.of(schedule, placement, _stages(args, placement))
 
     @classmethod
@@ -80,11 +65,7 @@ class RankFiles:
 
     @classmethod
     def saved(cls, state: Mapping[str, Any]) -> RankFiles | None:
-        """Return those of a checkpoint, as it says; None: it has no arguments, and does not say.
-
-        Args:
-            state: what it holds.
-        """
+        """Return those of a checkpoint, as it says; None: it has no arguments, and does not say."""
         written = state.get(KEY)
         if written is not None:
             layers = tuple(map(tuple, written['layers']))

@@ -94,14 +94,10 @@ Entries = list[tuple[list, Callable]]  # tensors, and what computes gradients fr
 
 @dataclass
 class Chunk:
-    """State that the modules of a chunk share.
+    """State that the modules of a chunk share."""
 
-    Attributes:
-        store: takes what they put off.
-        runs: of the backward that runs now: modules with what each run of `backward_dw` takes.
-    """
-
-    store: WeightGradStore
+    store: WeightGradStore  # takes what they put off
+    # of the backward that runs now: modules with what each run of `backward_dw` takes
     runs: list[tuple[DelayedModule, Entries]] | None = None
 
 
@@ -112,20 +108,16 @@ def delayed(module: Any) -> DelayedModule:
 
 
 class DelayedModule:
-    """A TE module whose store is asked, filled and emptied by us.
-
-    Attributes:
-        entries: how many one backward puts off, and `backward_dw` runs.
-        trained: its weights and biases that want gradients; those of norms come with B.
-        waiting: backwards whose W has not run.
-    """
+    """A TE module whose store is asked, filled and emptied by us."""
 
     _chunk: Chunk  # that it has joined
 
     def __init__(self, module: Any) -> None:
+        # how many one backward puts off, and `backward_dw` runs
         self.entries = 2 if hasattr(module, 'fc2_weight') else 1
+        # its weights and biases that want gradients; those of norms come with B
         self.trained: list[torch.nn.Parameter] = []
-        self.waiting = 0
+        self.waiting = 0  # backwards whose W has not run
         self._module = module
         self._single = self.entries == 1 and not hasattr(module, 'num_gemms')
         self._alias_of: list[tuple] | None = None

@@ -39,11 +39,7 @@ _CONVERSION = 'megatron.bridge.models.conversion.model_bridge:MegatronModelBridg
 
 
 def patches(placement: Placements) -> Iterator[Patch]:
-    """Yield what keeps the two equal.
-
-    Args:
-        placement: of a number of pipeline ranks.
-    """
+    """Yield what keeps the two equal."""
     setup = functools.partial(_tying, placement=placement)
     yield Patch(_LANGUAGE, 'setup_embeddings_and_output_layer', setup)
     yield Patch(_FINALIZE, SUM, _summing_tied_copies, (f'{_FINALIZE}:finalize_model_grads',))

@@ -287,9 +287,6 @@ class AnnealedRates:
     """Divides learning rates by max(tau, 1)^(1 - k/K) while step k is taken; tau is the delay.
 
     Megatron's scheduler and the log go on with the rate of the program.
-
-    Args:
-        session: of the calls.
     """
 
     def __init__(self, session: Session) -> None:

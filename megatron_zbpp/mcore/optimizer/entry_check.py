@@ -27,17 +27,11 @@ _Copies = list[tuple[torch.Tensor, torch.Tensor]]  # tensors, and what they were
 
 @dataclass(frozen=True)
 class EntryState:
-    """Random states, buffers, logged losses and gradients of one rank.
+    """Random states, buffers, logged losses and gradients of one rank."""
 
-    Attributes:
-        models: the chunks of this rank.
-        random: states of random generators.
-        prefilled: whether gradients are other than zero; False where nobody looked.
-    """
-
-    models: list[torch.nn.Module]
-    random: tuple
-    prefilled: bool
+    models: list[torch.nn.Module]  # the chunks of this rank
+    random: tuple  # states of random generators
+    prefilled: bool  # whether gradients are other than zero; False where nobody looked
     _tensors: _Copies
     _entries: list[tuple[dict[str, Any], dict[str, Any]]]
     _grads: list[tuple[torch.nn.Parameter, torch.Tensor | None]]
@@ -93,30 +87,19 @@ RANDOM = 'random states'
 
 @dataclass(frozen=True)
 class Verdict:
-    """The ranks' verdict on an iteration that had begun before its call.
+    """The ranks' verdict on an iteration that had begun before its call."""
 
-    Attributes:
-        changed: the first rank that has found a change; None: nobody has.
-        prefilled: whether gradients of some rank were not zero when the iteration began.
-    """
-
-    changed: int | None
-    prefilled: bool
+    changed: int | None  # the first rank that has found a change; None: nobody has
+    prefilled: bool  # whether gradients of some rank were not zero when the iteration began
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """A question to all ranks, on its way; the answer is there when the iteration ends at latest.
+    """A question to all ranks; its answer is there when the iteration ends at the latest."""
 
-    Attributes:
-        entry: what the iteration of this rank began with.
-        watch: its weights; None: no forward of it had run ahead.
-        changes: what it has found.
-    """
-
-    entry: EntryState
-    watch: Watch | None
-    changes: list[str]
+    entry: EntryState  # what the iteration of this rank began with
+    watch: Watch | None  # its weights; None: no forward of it had run ahead
+    changes: list[str]  # what it has found
     _flags: torch.Tensor
     _work: Any
     _copy: torch.Tensor
@@ -125,14 +108,7 @@ class Agreement:
     def begin(
         cls, entry: EntryState, watch: Watch | None, changes: list[str], device: torch.device
     ) -> Agreement:
-        """Ask: all ranks do, with what they have found.
-
-        Args:
-            entry: of this iteration.
-            watch: the weights, where forwards ran ahead.
-            changes: what the host knows to have changed.
-            device: where the ranks' messages are.
-        """
+        """Ask: all ranks do, with what they have found."""
         rank, size = dist.get_rank(), dist.get_world_size()
         found = [rank if changes else size, size - entry.prefilled]
         flags = torch.empty(2, dtype=torch.int64, device=device)
@@ -157,11 +133,7 @@ class Agreement:
 
 
 class Watching:
-    """Notices, on one rank, what the program changes; finds out whether another rank has.
-
-    Args:
-        session: of the iterations.
-    """
+    """Notices, on one rank, what the program changes; finds out whether another rank has."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -24,16 +24,10 @@ class ForwardsAhead(NextIteration):
     between, or the batch grows, what was run ahead is dropped: all ranks see that, and do the same.
     Where the program has changed weights since, which one rank alone may see, the iteration ends
     first, so that no message is left, and then runs again.
-
-    Args:
-        session: of the iterations.
-
-    Attributes:
-        latest: the arguments of the latest training call.
     """
 
     def __init__(self, session: Session) -> None:
-        self.latest: Arguments | None = None
+        self.latest: Arguments | None = None  # the arguments of the latest training call
         self._session = session
         self._told = False  # that an iteration is not like the one before
         self._repeats = False  # the latest call was like the one before

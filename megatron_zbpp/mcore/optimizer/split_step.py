@@ -36,19 +36,13 @@ from megatron_zbpp.runtime.compat import unseen_by_autograd
 
 @dataclass(frozen=True)
 class Reduction:
-    """A number on its way over all ranks of `group`.
+    """A number on its way over all ranks of `group`."""
 
-    Attributes:
-        local: of this rank.
-        value: all ranks' when `work` is done.
-        copy: takes that on the host; page-locked before forwards run ahead, which may wait for
-            the device.
-    """
-
-    local: float
-    value: torch.Tensor
+    local: float  # of this rank
+    value: torch.Tensor  # all ranks' when `work` is done
     group: dist.ProcessGroup
     work: dist.Work
+    # takes that on the host; page-locked before forwards run ahead, which may wait for the device
     copy: torch.Tensor
 
     @classmethod

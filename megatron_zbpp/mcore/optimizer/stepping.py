@@ -103,14 +103,12 @@ class Steps:
     Args:
         session: of the iterations.
         early: takes those that are validated later; None: none are.
-
-    Attributes:
-        asynchronous: takes those of an asynchronous schedule; None: it is none.
     """
 
     def __init__(self, session: Session, early: EarlySteps | None) -> None:
         self._session = session
         self._early = early
+        # takes those of an asynchronous schedule; None: it is none
         self.asynchronous: AsynchronousSteps | None = None
         if session.endless is not None:
             from megatron_zbpp.mcore.optimizer.asynchronous_steps import AsynchronousSteps

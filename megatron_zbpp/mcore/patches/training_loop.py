@@ -29,11 +29,7 @@ _BY_RANK = 'optimizer.distributed.dp_group_idx_'  # how keys of what is kept by 
 
 
 def patches(session: Session) -> Iterator[Patch]:
-    """Yield what prints and saves, and what loads.
-
-    Args:
-        session: of the run.
-    """
+    """Yield what prints and saves, and what loads."""
 
     def by(module: str, name: str) -> Callable[[Any], Any]:
         """Return the wrapper `name` of a module of ours."""

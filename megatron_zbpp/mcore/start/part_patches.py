@@ -43,11 +43,7 @@ def patches(session: Session) -> Iterator[Patch]:
 
 
 class _Chunks:
-    """Tells the `Drawing` of a model which part is built.
-
-    Args:
-        session: whose schedule it is.
-    """
+    """Tells the `Drawing` of a model which part is built."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -25,15 +25,10 @@ from megatron_zbpp.runtime.log import job_log
 
 
 class Part(NamedTuple):
-    """A part of a stage that is drawn in one go.
+    """A part of a stage that is drawn in one go."""
 
-    Attributes:
-        stage: of the schedule.
-        index: 0 for what comes before the layers, then the layers, then all behind them.
-    """
-
-    stage: int
-    index: int
+    stage: int  # of the schedule
+    index: int  # 0 for what comes before the layers, then the layers, then all behind them
 
 
 Chains = tuple[tuple[Part, ...], ...]  # by stock rank, in the order in which it draws
@@ -79,10 +74,6 @@ def can_be_drawn(drawn: Chains, placement: Placement) -> bool:
     """Return whether no rank waits forever where each builds its chunks in their order.
 
     First and last stage wait for each other at their ends, as Megatron makes what is tied equal.
-
-    Args:
-        drawn: by stock rank.
-        placement: of the stages.
     """
     before = {part: chain[:place] for chain in drawn for place, part in enumerate(chain)}
     ends, placed = (0, placement.num_stages - 1), placement.only_route
@@ -111,12 +102,7 @@ def can_be_drawn(drawn: Chains, placement: Placement) -> bool:
 
 
 def stages_of(given: Mapping[str, Any], placement: Placement) -> list[str]:
-    """Return the parts of each stage, in model order, in the language of Megatron's layout.
-
-    Args:
-        given: to the constructor of the model.
-        placement: of the stages.
-    """
+    """Return the parts of each stage, in model order, in the language of Megatron's layout."""
     pattern = given.get('hybrid_layer_pattern') or given.get('hybrid_override_pattern')
     if pattern is None:
         return layout.text_by_config(given['config'], placement).split('|')
@@ -198,11 +184,7 @@ class Drawing:
         self._hand_over((rank, 0), self._own)
 
     def switch(self, place: tuple[int, int]) -> None:
-        """Draw a part from now on; what is none of stock's is drawn from this rank's own states.
-
-        Args:
-            place: stage and index of `Part`.
-        """
+        """Draw a part from now on; what is none of stock's is drawn from this rank's own states."""
         part = Part(*place)
         if part == self._part:
             return
@@ -264,15 +246,7 @@ class Drawing:
 
 
 def say_the_same(name: str, rank: int, num_ranks: int, text: str, collective: Collective) -> bool:
-    """Return whether all ranks of a pipeline give the same text: else they would wait for ever.
-
-    Args:
-        name: of the model, as `Drawing` has it.
-        rank: of the pipeline.
-        num_ranks: of the pipeline.
-        text: that this rank gives.
-        collective: lets the watchdog watch the wait.
-    """
+    """Return whether all ranks of a pipeline give the same text: else they would wait for ever."""
     store = another_client(default_store())
     store.set(f'{name} rank {rank}', text)
     with collective('stages of a model as its ranks have them'):

@@ -21,13 +21,7 @@ DRAWING = (
 
 
 def losses_from_scratch(settings: Settings, placement: Placement, config: Any) -> str:
-    """Return whether they are, and if not, why.
-
-    Args:
-        settings: what was asked for.
-        placement: of the stages of a replica.
-        config: of the model, or Megatron's arguments.
-    """
+    """Return one line: losses from scratch are stock Megatron's, or the reasons why they differ."""
     reasons = '; '.join(_reasons(settings, placement, config))
     if reasons:
         return f"losses from scratch differ from stock Megatron's: {reasons}"

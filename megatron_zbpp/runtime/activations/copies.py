@@ -163,13 +163,7 @@ def bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tenso
 
 
 class Partner:
-    """The partner that the bundles of this rank go to; begins copies as `copies.Copies` does.
-
-    Args:
-        device: whose memory is freed.
-        channels: to the partner and back, of nothing else.
-        peer: the partner.
-    """
+    """The partner that the bundles of this rank go to; begins copies as `copies.Copies` does."""
 
     def __init__(self, device: torch.device, channels: Channels, peer: int) -> None:
         self.device = device
@@ -201,26 +195,15 @@ class Partner:
 
 @dataclass(eq=False)
 class _Kept:
-    """The tensors that this rank keeps for a pass of its partner's.
+    """The tensors that this rank keeps for a pass of its partner's."""
 
-    Attributes:
-        peer: whose they are.
-        tensors: what comes.
-        arriving: its receive.
-    """
-
-    peer: int
-    tensors: list[torch.Tensor]
-    arriving: Transfer
+    peer: int  # whose they are
+    tensors: list[torch.Tensor]  # what comes
+    arriving: Transfer  # its receive
 
 
 class Keeping:
-    """The activations that a rank keeps for its partner.
-
-    Args:
-        device: in whose memory.
-        channels: to the partner and back.
-    """
+    """The activations that a rank keeps for its partner."""
 
     def __init__(self, device: torch.device, channels: Channels) -> None:
         self._device = device

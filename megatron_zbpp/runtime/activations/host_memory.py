@@ -21,15 +21,10 @@ import torch
 
 
 class Room(NamedTuple):
-    """Memory that can still be taken.
+    """Memory that can still be taken."""
 
-    Attributes:
-        nbytes: of it.
-        file: that says so.
-    """
-
-    nbytes: int
-    file: Path
+    nbytes: int  # of it
+    file: Path  # that says so
 
     def __str__(self) -> str:
         return f'{self.nbytes / 2**30:.3g} GiB ({self.file})'
@@ -39,9 +34,6 @@ def room(root: Path = Path('/')) -> Room | None:
     """Return the least of what the machine and each control group of this process have left.
 
     Page cache counts as free: it is given back where memory is short.
-
-    Args:
-        root: of the file system.
 
     Returns:
         None where nothing tells: not on Linux.

@@ -28,9 +28,6 @@ class ActivationStore:
         say: tells the user.
         small: tensors of fewer elements stay; default: where a copy costs more than it frees.
         copies: the copy engine of the device; default: its own.
-
-    Attributes:
-        keeping: what this rank keeps for its partner; None: none has joined.
     """
 
     def __init__(
@@ -40,6 +37,7 @@ class ActivationStore:
         small: int | None = None,
         copies: Copies | None = None,
     ) -> None:
+        # what this rank keeps for its partner; None: none has joined
         self.keeping: Keeping | None = None
         self._channels: Channels | None = None
         self._copies = Copies(device) if copies is None else copies

@@ -62,17 +62,13 @@ _LATEST = 10
 
 
 class Position(NamedTuple):
-    """A rank's place in its program.
+    """A rank's place in its program."""
 
-    Attributes:
-        done: passes that the device has ended.
-        current: the pass that runs, or whose input is waited for; the latest one between passes.
-        waits: what the rank waits for, to arrive or to leave: a message, what a forward saved, or
-            the result of a collective.
-    """
-
-    done: int
+    done: int  # passes that the device has ended
+    # the pass that runs, or whose input is waited for; the latest one between passes
     current: Pass | None
+    # what the rank waits for, to arrive or to leave: a message, what a forward saved, or the result
+    # of a collective
     waits: Receive | Send | Exchange | None
 
 
@@ -296,11 +292,7 @@ class Forwards:
 
 
 class Pause:
-    """A pause between two other activities, of which we know nothing but the calls.
-
-    Args:
-        thread: the identity of the main thread.
-    """
+    """A pause between two other activities, of which we know nothing but the calls."""
 
     def __init__(self, thread: int) -> None:
         self._thread = thread

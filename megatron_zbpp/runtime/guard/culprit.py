@@ -35,23 +35,15 @@ NOBODY = 'culprit: none found among those that are waited for'
 
 @dataclass(frozen=True)
 class RankStatus:
-    """The statement of a rank about itself.
+    """The statement of a rank about itself."""
 
-    Attributes:
-        now: where it stands, for people.
-        waits: global ranks that it waits for: any of them may be late; empty: for none.
-        seconds: since its last step forward.
-        failure: what it ends with by its own fault; empty: nothing.
-        ending: whether it ends since others have failed.
-        over: whether it has ended its training.
-    """
-
-    now: str
+    now: str  # where it stands, for people
+    # global ranks that it waits for: any of them may be late; empty: for none
     waits: tuple[int, ...] = ()
-    seconds: float = 0.0
-    failure: str = ''
-    ending: bool = False
-    over: bool = False
+    seconds: float = 0.0  # since its last step forward
+    failure: str = ''  # what it ends with by its own fault; empty: nothing
+    ending: bool = False  # whether it ends since others have failed
+    over: bool = False  # whether it has ended its training
 
     def to_json(self) -> str:
         """Return it for the store."""
@@ -129,12 +121,7 @@ _GONE = (
 
 
 class Heartbeats:
-    """The statements of one rank, and its questions to the others.
-
-    Args:
-        rank: this one in the world.
-        size: ranks of the world.
-    """
+    """The statements of one rank, and its questions to the others."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._keeps = rank in (0, size - 1)
@@ -175,12 +162,7 @@ class Heartbeats:
             board.thread.join(max(0, deadline - time.monotonic()))
 
     def find_culprit(self, own: RankStatus, stalled: float) -> str:
-        """Return who is to blame, in one line, after a second or two.
-
-        Args:
-            own: the last statement of this rank.
-            stalled: see `culprit.find_culprit`.
-        """
+        """Return who is to blame, in one line, after a second or two."""
         self._statement = own
         question = _Question(own, stalled, queue.SimpleQueue())
         asked = [board for board in self._boards if board.thread.is_alive()]
@@ -222,13 +204,6 @@ class _StatusStore:
         size: ranks of the world.
         latest: returns the latest statement of this rank.
         opened: returns the store; None: there is none.
-
-    Attributes:
-        thread: it ends with the training, or with the store.
-        questions: to be asked there; None is the last.
-        looked: whether it is known if there is a store.
-        store: once it is open.
-        finding: what the first rank that found a culprit has said; empty: nothing.
     """
 
     def __init__(
@@ -242,10 +217,12 @@ class _StatusStore:
         self._rank, self._size, self._latest, self._opened = rank, size, latest, opened
         self._written: RankStatus | None = None
         self._answered = 0
-        self.finding = ''
-        self.looked = threading.Event()
-        self.store: Store | None = None
+        self.finding = ''  # what the first rank that found a culprit has said; empty: nothing
+        self.looked = threading.Event()  # whether it is known if there is a store
+        self.store: Store | None = None  # once it is open
+        # to be asked there; None is the last
         self.questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        # it ends with the training, or with the store
         self.thread = threading.Thread(target=self._run, name=f'heartbeats in {name}', daemon=True)
         self.thread.start()
 

@@ -176,17 +176,11 @@ _STDERR = 2  # its descriptor, whatever sys.stderr has become
 
 
 class _Watch(NamedTuple):
-    """The thread that watches, from the first activity on.
+    """The thread that watches, from the first activity on."""
 
-    Attributes:
-        thread: looks at the main one.
-        termination: wakes it.
-        heartbeats: tell the other ranks.
-    """
-
-    thread: threading.Thread
-    termination: Termination
-    heartbeats: Heartbeats
+    thread: threading.Thread  # looks at the main one
+    termination: Termination  # wakes it
+    heartbeats: Heartbeats  # tell the other ranks
 
 
 class Watchdog:
