@@ -83,12 +83,6 @@ def partition_text(
 class BackgroundSearch:
     """A search that runs from now on; neither its answer nor its end is waited for.
 
-    Args:
-        name: of what searches, for messages.
-        search: `schedule_text` or `partition_text` with its arguments.
-        seconds: to search in; ten times as long is late.
-        say: tells the user.
-
     Raises:
         OSError: it cannot be started.
     """

@@ -223,12 +223,7 @@ class SideWork:
             self._run(first + self._expected.end)
 
     def after(self, iteration: Iteration, overlaps: bool = False) -> None:
-        """Take note of an iteration of training: a collective of its pipeline while measuring.
-
-        Args:
-            iteration: that has ended.
-            overlaps: whether ranks began it without waiting for all; alike on all ranks.
-        """
+        """Take note of an iteration of training: a collective of its pipeline while measuring."""
         last = self._kind
         known = last is not None and last[0] is iteration.schedule and last[1] == overlaps
         if not known or self._seen >= _AGAIN:

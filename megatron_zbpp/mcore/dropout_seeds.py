@@ -72,13 +72,7 @@ class DropoutSeeds(Guest):
         self._step, self._evaluations = self._step + 1, 0
 
     def within(self, named: Around, call: Any, pp_group: dist.ProcessGroup) -> Around:
-        """Return what tells layers which microbatch runs, within the range `named`.
-
-        Args:
-            named: that range.
-            call: of Megatron's function, as `iteration.stages` has it.
-            pp_group: of the pipeline.
-        """
+        """Return the context of a pass: `named`, and within it the place that seeds depend on."""
         # models that a program does not set to eval() drop in an evaluation, too
         self._evaluations += call.arguments.forward_only
         self._generator = torch.Generator(call.device)

@@ -123,12 +123,7 @@ class SharedViews:
         self._known: OrderedDict[int, Shared] = OrderedDict()
 
     def of(self, source: Iterator[Any] | None, num_views: int) -> list[View | None]:
-        """Return as many views of `source`, the same as before.
-
-        Args:
-            source: an iterator; None, where a rank reads no data.
-            num_views: as many as chunks.
-        """
+        """Return iterators of `source`, the same as before; None each where a rank has no data."""
         if source is None:
             return [None] * num_views
         shared = self._known.get(id(source))

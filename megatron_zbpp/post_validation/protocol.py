@@ -99,12 +99,7 @@ class Prefix:
 
 
 def is_clean(norm: float, clip_grad: float) -> bool:
-    """Return whether a step with gradients of this norm would be neither skipped nor clipped.
-
-    Args:
-        norm: of all gradients.
-        clip_grad: the norm from which Megatron clips them; 0: never.
-    """
+    """Return whether gradients of this norm are neither skipped nor clipped (0: never)."""
     return math.isfinite(norm) and (clip_grad <= 0 or clip_grad / (norm + 1e-6) >= 1)
 
 
@@ -248,12 +243,7 @@ class PostValidation:
         return outcome.result
 
     def after_iteration(self, redone: bool, prefilled: bool = False) -> None:
-        """Take note of an iteration that had begun early.
-
-        Args:
-            redone: whether it had to run again.
-            prefilled: whether the program had put gradients of its own before it.
-        """
+        """Take note of an iteration that had begun early."""
         self.redone += redone
         self.policy.after_iteration(redone)
         if prefilled:

@@ -153,12 +153,7 @@ def _recorded() -> torch.cuda.Event:
 
 
 def clock_for(device: torch.device, counting: bool = False) -> Clock:
-    """Return the clock that sees the work of `device`.
-
-    Args:
-        device: that passes run on.
-        counting: whether it is to count bytes, where it can.
-    """
+    """Return the clock that sees the work of `device`; counts bytes where it can, if `counting`."""
     if device.type != 'cuda':
         return HostClock()
     return CountingClock() if counting else CudaClock()

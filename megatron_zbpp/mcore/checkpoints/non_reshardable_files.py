@@ -52,11 +52,7 @@ class RankFiles:
 
     @classmethod
     def by_megatron(cls, args: Any) -> RankFiles:
-        """Return the files of a run with one of Megatron's own schedules.
-
-        Args:
-            args: arguments saved with its checkpoint, maybe by another release.
-        """
+        """Return the files of a run by one of Megatron's schedules, from its saved arguments."""
         ranks = args.pipeline_model_parallel_size
         chunks = getattr(args, 'virtual_pipeline_model_parallel_size', None) or 1
         placement = Placement.loop(ranks, chunks)

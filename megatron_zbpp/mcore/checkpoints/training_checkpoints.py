@@ -136,15 +136,7 @@ def require_same(
     state: Mapping[str, Any] | str,
     cures: Mapping[str, str] = CURES,
 ) -> None:
-    """Return if each rank has the layers that are kept for it: a collective of all ranks.
-
-    Args:
-        session: of this run.
-        here: this run's.
-        name: of the checkpoint.
-        kept: what it is, or has, a key of `_WHAT`.
-        state: what the checkpoint holds, or why it cannot be read.
-        cures: by the same keys.
+    """Raise unless each rank has the layers that are kept for it: a collective of all ranks.
 
     Raises:
         ValueError: some has others, or it is not known; on all ranks.

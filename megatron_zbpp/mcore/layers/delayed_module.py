@@ -235,13 +235,7 @@ class DelayedModule:
         return [early.get(place) for place in range(len(aliases))] if early else None
 
     def defer(self, entries: Entries, early: Gradients | None, first: bool) -> None:
-        """Leave to the W what a backward put off.
-
-        Args:
-            entries: that.
-            early: gradients that the backward has computed, of all runs of this module.
-            first: whether this one of the runs is to hand them over.
-        """
+        """Leave the `entries` of a backward to W; the `first` run hands over `early` gradients."""
         store = self._chunk.store
         start = None
         if store.waits:

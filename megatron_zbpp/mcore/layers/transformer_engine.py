@@ -40,11 +40,7 @@ if TYPE_CHECKING:
 
 
 def patches(splits: Callable[[int], bool]) -> Iterator[Patch]:
-    """Yield what makes configs whose modules leave weight gradients to W.
-
-    Args:
-        splits: whether the schedule of so many pipeline ranks has W passes.
-    """
+    """Yield the patch of configs by which modules leave weight gradients to W passes."""
     if find_spec('transformer_engine') is not None:
         config = 'megatron.core.transformer.transformer_config:TransformerConfig'
         yield Patch(config, '__post_init__', functools.partial(_delaying, splits))

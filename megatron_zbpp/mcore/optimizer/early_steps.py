@@ -50,12 +50,7 @@ def _free(device: torch.device, share: float) -> int:
 
 
 class EarlySteps:
-    """Takes the steps of optimizers with post-validation where that is possible.
-
-    Args:
-        session: of the iterations.
-        next_iteration: runs forwards of the next iteration while ranks agree.
-    """
+    """Takes the steps of optimizers with post-validation where that is possible."""
 
     def __init__(self, session: Session, next_iteration: ForwardsAhead) -> None:
         self._session = session

@@ -39,12 +39,7 @@ class EntryState:
 
     @classmethod
     def of(cls, models: list[torch.nn.Module], look: bool) -> EntryState:
-        """Return that of now.
-
-        Args:
-            models: the chunks of this rank.
-            look: whether gradients may be other than zero, and are looked at.
-        """
+        """Keep the state of now; look at gradients that may be other than zero if `look`."""
         losses, mtp_losses = compat.logged_losses(), compat.logged_mtp_losses()
         tensors = [buffer for model in models for _, buffer in model.named_buffers()]
         tensors += map(compat.logged_values, losses.values())

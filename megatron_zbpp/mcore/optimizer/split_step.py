@@ -79,13 +79,7 @@ def room_on_host(value: torch.Tensor) -> torch.Tensor:
 
 
 def read_behind(work: Any, value: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-    """Return `value` on the host once `work`, which reduces it, is done; wait for nothing else.
-
-    Args:
-        work: of the reduction.
-        value: that it writes.
-        copy: memory of `room_on_host`, written where `value` is on CUDA.
-    """
+    """Return `value` on the host once `work`, which reduces it, is done; wait for nothing else."""
     if value.device.type != 'cuda':
         work.wait()
         return value

@@ -98,12 +98,7 @@ def _without_barrier(steps: Steps, original: Callable) -> Callable:
 
 
 class Steps:
-    """Takes the steps of optimizers, without a wait for all ranks where that was asked for.
-
-    Args:
-        session: of the iterations.
-        early: takes those that are validated later; None: none are.
-    """
+    """Takes the steps of optimizers, without a wait for all ranks where that was asked for."""
 
     def __init__(self, session: Session, early: EarlySteps | None) -> None:
         self._session = session

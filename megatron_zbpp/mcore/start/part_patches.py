@@ -26,11 +26,7 @@ _begun: _Models = weakref.WeakKeyDictionary()
 
 
 def patches(session: Session) -> Iterator[Patch]:
-    """Yield what tells apart the parts of a model while it is built.
-
-    Args:
-        session: says whether its start is to be stock's, and where its stages are.
-    """
+    """Yield the patches that tell apart the parts of a model while it is built."""
     if session.settings.same_start is False:
         return
     chunks = _Chunks(session)

@@ -37,11 +37,6 @@ Chains = tuple[tuple[Part, ...], ...]  # by stock rank, in the order in which it
 def chains(stock: Sequence[str], stages: Sequence[str], num_ranks: int) -> Chains:
     """Return the parts of our stages in the order in which each rank of stock Megatron draws them.
 
-    Args:
-        stock: stages of stock Megatron, which go around the ranks.
-        stages: of the schedule, in model order, with the same layers.
-        num_ranks: of the pipeline.
-
     >>> chains(['Ett', 'ttL'], ['Et', 't', 't', 'tL'], 2)[1]
     (Part(stage=2, index=1), Part(stage=3, index=1), Part(stage=3, index=2))
     """
@@ -156,15 +151,7 @@ _Link = tuple[int, int]  # a stock rank, and how many parts it has drawn
 
 
 class Drawing:
-    """The random states of one model while the ranks of a pipeline build it.
-
-    Args:
-        name: of this model in the store: alike on all ranks of the pipeline, and on no others.
-        rank: of the pipeline.
-        placement: of the stages.
-        chains: by stock rank, the parts in its order.
-        collective: lets the watchdog watch a wait.
-    """
+    """The random states of one model while the ranks of a pipeline build it."""
 
     def __init__(
         self, name: str, rank: int, placement: Placement, chains: Chains, collective: Collective

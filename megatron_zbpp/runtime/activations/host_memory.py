@@ -111,11 +111,7 @@ class Slabs:
         return self._free[-1].numel() if self._free else 0
 
     def take(self, nbytes: int, new: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """Return one of `nbytes` or more.
-
-        Args:
-            nbytes: that it must have.
-            new: returns one of so many bytes that has not been there.
+        """Return a slab of `nbytes` or more; `new` makes one where none that is free fits.
 
         Raises:
             PinningError: there is no room on the host.
@@ -159,11 +155,6 @@ def locked(nbytes: int, device: torch.device, streams: Sequence[Any]) -> torch.T
     """Return page-locked memory of just this size; torch's own allocator rounds it up a lot.
 
     It has its pages for itself, since none can be locked twice.
-
-    Args:
-        nbytes: of it.
-        device: that copies into it.
-        streams: of these copies, and of those back: the memory is unlocked and freed behind them.
 
     Raises:
         PinningError: the driver refuses.

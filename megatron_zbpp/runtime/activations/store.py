@@ -95,11 +95,7 @@ class ActivationStore:
         self._staying = frozenset(each.untyped_storage()._cdata for each in every)
 
     def tell(self, everything: bool) -> None:
-        """Say, once there is something to say, what leaves and what stays.
-
-        Args:
-            everything: else only of stages of which much stays that was planned to leave.
-        """
+        """Say, once there is something to say, what leaves and what stays."""
         if self._told or not (left := self.bytes):
             return
         self._told = True
