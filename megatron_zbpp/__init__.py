@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from megatron_zbpp.analysis.checker import check
     from megatron_zbpp.analysis.simulator import simulate
-    from megatron_zbpp.guests.side_work.forwards import forwards
+    from megatron_zbpp.guests.side_work import forwards
     from megatron_zbpp.ir import Pass, Placement, Schedule
     from megatron_zbpp.ir.costs import Costs
     from megatron_zbpp.ir.formats import load
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from megatron_zbpp.ir.layout import ModelLayout
     from megatron_zbpp.mcore.enabling import enable
     from megatron_zbpp.mcore.iteration.observe import Observer
-    from megatron_zbpp.mcore.summary import Summary
+    from megatron_zbpp.mcore.training_log import Summary
     from megatron_zbpp.partitioning.devices import Device, Devices
     from megatron_zbpp.partitioning.layers import Layer, Layers
     from megatron_zbpp.partitioning.plans import PartitionPlan, partition
     from megatron_zbpp.planner.compare import compare
     from megatron_zbpp.planner.plans import plan
     from megatron_zbpp.render.drawing import draw
-    from megatron_zbpp.runtime.observe.measure import Figures
+    from megatron_zbpp.runtime.measure import Figures
     from megatron_zbpp.schedules import Family, build
 
 __all__ = [
@@ -89,7 +89,7 @@ __all__ = [
 _MODULES = {
     'analysis.checker': ('check',),
     'analysis.simulator': ('simulate',),
-    'guests.side_work.forwards': ('forwards',),
+    'guests.side_work': ('forwards',),
     'ir': ('Pass', 'Placement', 'Schedule'),
     'ir.costs': ('Costs',),
     'ir.grid': ('ScheduleError',),
@@ -245,7 +245,7 @@ def summary() -> Summary | None:
     """
     if enabled.plugin is None:
         return None
-    from megatron_zbpp.mcore.summary import summarise
+    from megatron_zbpp.mcore.training_log import summarise
 
     return summarise(enabled.plugin.session)
 

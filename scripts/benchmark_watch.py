@@ -21,7 +21,7 @@ import megatron_zbpp
 
 DEVICE = megatron_zbpp.device()  # before megatron.core is imported
 
-from megatron_zbpp.mcore.post_validation.entry_state import EntryState
+from megatron_zbpp.mcore.optimizer.entry_check import EntryState
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.post_validation.watch import Watch, Watched
 from megatron_zbpp.runtime.compat import unseen_by_autograd

@@ -20,7 +20,7 @@ from megatron_zbpp.analysis.fit_costs import fit
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.render.png import loss_png, timeline_png
-from megatron_zbpp.runtime.observe.measure import Measurement
+from megatron_zbpp.runtime.measure import Measurement
 
 EXAMPLE = Path(__file__).parents[1] / 'examples' / 'gpt'
 EVERY = 10  # iterations a line of progress, where there is no terminal

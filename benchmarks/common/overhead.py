@@ -26,13 +26,12 @@ from tqdm import tqdm
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.program import Send
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.guests.tracing.tracer import Tracer
+from megatron_zbpp.guests.tracing import Tracer
 from megatron_zbpp.ir import KINDS, Pass, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.runtime.channels import Incoming, Message
-from megatron_zbpp.runtime.clock import HostClock
+from megatron_zbpp.runtime.clock import HostClock, Record
 from megatron_zbpp.runtime.executor import Executor
-from megatron_zbpp.runtime.observe.record import Record
 from megatron_zbpp.runtime.tables import Tables
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.schedules import build

@@ -28,7 +28,7 @@ from benchmarks.gpt import build  # noqa: E402
 from megatron_zbpp.ir import BW, B, F, Pass, W  # noqa: E402
 from megatron_zbpp.mcore.iteration.arguments import Arguments  # noqa: E402
 from megatron_zbpp.mcore.iteration.stages import Call, ModelStage  # noqa: E402
-from megatron_zbpp.mcore.patches import transformer_engine  # noqa: E402
+from megatron_zbpp.mcore.layers import transformer_engine  # noqa: E402
 from megatron_zbpp.runtime.channels import Channels, Message  # noqa: E402
 from megatron_zbpp.runtime.clock import clock_for  # noqa: E402
 from megatron_zbpp.runtime.executor import Executor  # noqa: E402

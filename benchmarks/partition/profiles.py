@@ -21,7 +21,7 @@ from benchmarks.partition.cases import (
 from benchmarks.partition.place import Place
 from benchmarks.partition.run import Sample
 from megatron_zbpp.analysis.fit_costs import middle
-from megatron_zbpp.guests.autotune.repartition import look
+from megatron_zbpp.guests.auto_plan import look
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.fitting import fit_layers

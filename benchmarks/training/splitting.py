@@ -158,7 +158,7 @@ def _model(job: Job, splitter: str) -> Any:
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_zbpp.mcore.patches.transformer_engine import delay_weight_gradients
+    from megatron_zbpp.mcore.layers.transformer_engine import delay_weight_gradients
 
     config = TransformerConfig(
         num_layers=job.layers,
@@ -223,7 +223,7 @@ def _delayed(model: Any, shape: tuple[int, ...]) -> float:
 
 def _split(store: Any, model: Any, shape: tuple[int, ...]) -> tuple[float, float]:
     """Seconds of B and of W."""
-    from megatron_zbpp.mcore.patches.transformer_engine import Delaying
+    from megatron_zbpp.mcore.layers.transformer_engine import Delaying
 
     key, delaying = (0, 0), Delaying(model, store)
     with model.no_sync():

@@ -245,7 +245,7 @@ def _row(name: str, runs: Sequence[Any], job: Bench, warmup: int) -> dict[str, A
 
 def _judge(rows: list[dict[str, Any]], job: Bench) -> None:
     """Add to each row its gain over the first, the noise of that, and whether losses are equal."""
-    from megatron_zbpp.mcore.same_start.losses import DRAWING
+    from megatron_zbpp.mcore.start.scratch_losses import DRAWING
 
     first = rows[0]
     drawing = any(getattr(job.line.args, name, None) for name in DRAWING)

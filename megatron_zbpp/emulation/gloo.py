@@ -22,11 +22,7 @@ _GATHERS = ('allgather_into_tensor_coalesced', 'all_gather_single_coalesced')
 
 
 def install(alias_sends: bool) -> None:
-    """Let gloo stand in for NCCL in this process, and end before it.
-
-    Args:
-        alias_sends: see `_aliased_isend`.
-    """
+    """Let gloo stand in for NCCL in this process, and end before it."""
     if alias_sends:
         dist.isend = distributed_c10d.isend = _aliased_isend
     dist.init_process_group = _over_gloo(dist.init_process_group)

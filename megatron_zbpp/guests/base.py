@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.runtime.filler import Filler
-from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.clock import Filler
+from megatron_zbpp.runtime.measure import Iteration
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 Around = Callable[[Pass], AbstractContextManager]
@@ -20,27 +20,19 @@ Around = Callable[[Pass], AbstractContextManager]
 
 
 class Change(NamedTuple):
-    """A change of what runs from the next iteration on.
+    """A change of what runs from the next iteration on."""
 
-    Attributes:
-        costs: measured, for which it was planned; None: unknown.
-        schedule: to run; None: the same schedule, with copies to the host planned by `costs`.
-    """
-
-    costs: Costs | None
+    costs: Costs | None  # measured, for which it was planned; None: unknown
+    # to run; None: the same schedule, with copies to the host planned by `costs`
     schedule: Schedule | None = None
 
 
 class ModelLayers(NamedTuple):
-    """The layers of the model that is trained.
+    """The layers of the model that is trained."""
 
-    Attributes:
-        layout: in the language of Megatron's flag, as `Ett|tt|ttL`; None where there is none.
-        alike: whether decoder layers do the same.
-    """
-
+    # in the language of Megatron's flag, as `Ett|tt|ttL`; None where there is none
     layout: str | None
-    alike: bool
+    alike: bool  # whether decoder layers do the same
 
 
 class Run(Protocol):
@@ -67,17 +59,11 @@ class Run(Protocol):
 
 
 class Guest:
-    """A guest that does nothing: what each method does where it is not overridden.
+    """A guest that does nothing: what each method does where it is not overridden."""
 
-    Attributes:
-        counting: whether it wants bytes counted.
-        skips_gradients: whether it leaves weight gradients out in the step that runs.
-        filler: runs steps of its own while a rank waits; None: it has none.
-    """
-
-    counting: bool = False
-    skips_gradients: bool = False
-    filler: Filler | None = None
+    counting: bool = False  # whether it wants bytes counted
+    skips_gradients: bool = False  # whether it leaves weight gradients out in the step that runs
+    filler: Filler | None = None  # runs steps of its own while a rank waits; None: it has none
 
     def refuses(self, schedule: Schedule) -> str | None:
         """Return why it cannot watch a training by `schedule`, and the cure; None: it can."""
@@ -93,11 +79,7 @@ class Guest:
         """Take note that a checkpoint was loaded of a training that had taken so many steps."""
 
     def starts(self, describe: Callable[[], ModelLayers]) -> None:
-        """Take note that training starts.
-
-        Args:
-            describe: describes the layers of the model.
-        """
+        """Take note that training starts."""
 
     def before(self, step: int | None) -> None:
         """Take note that an iteration of training begins, on this rank.

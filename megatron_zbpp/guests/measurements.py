@@ -14,7 +14,7 @@ from megatron_zbpp.analysis.fit_costs import full_rank, measured_costs, middle, 
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.measure import Iteration
 
 WARM_UP = 2  # iterations that are slower than others
 _T = TypeVar('_T')
@@ -23,23 +23,14 @@ USABLE = 0.9  # of memory that was never needed: fragments, and what other libra
 
 @dataclass(frozen=True)
 class Measured:
-    """One rank's measurements of an iteration.
+    """One rank's measurements of an iteration."""
 
-    Attributes:
-        costs: of all stages of its pipeline; times only.
-        makespan: of its pipeline, in seconds.
-        held: `Iteration.held`, of its own stages.
-        spare: bytes that it never needed; None where nobody counts them.
-        rank: in the pipeline.
-        ranks: of the job, in its pipeline.
-    """
-
-    costs: Costs
-    makespan: float
-    held: Mapping[int, tuple[float, float]]
-    spare: int | None
-    rank: int
-    ranks: tuple[int, ...] = ()
+    costs: Costs  # of all stages of its pipeline; times only
+    makespan: float  # of its pipeline, in seconds
+    held: Mapping[int, tuple[float, float]]  # `Iteration.held`, of its own stages
+    spare: int | None  # bytes that it never needed; None where nobody counts them
+    rank: int  # in the pipeline
+    ranks: tuple[int, ...] = ()  # of the job, in its pipeline
 
 
 def measured(iteration: Iteration) -> list[Measured]:

@@ -18,7 +18,7 @@ from megatron_zbpp.mcore import preflight, refusals, superseded
 from megatron_zbpp.mcore.command_line import sizes
 from megatron_zbpp.mcore.command_line.naming import FLAG_OF, renaming
 from megatron_zbpp.mcore.layout import BRIDGE_FIELDS, StageLayout
-from megatron_zbpp.mcore.post_validation.barriers import barriers
+from megatron_zbpp.mcore.optimizer.barriers import barriers
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.runtime.log import job_log

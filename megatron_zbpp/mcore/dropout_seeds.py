@@ -26,7 +26,7 @@ from megatron_zbpp.guests.base import Around, Guest, Run
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.mcore.left_behind import random_states, set_random_states
 from megatron_zbpp.runtime.compat import another_client, default_store
-from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.measure import Iteration
 
 _DEFAULT, _AS_DEFAULT, _MODEL_PARALLEL = 'default', 'data-parallel-rng', 'model-parallel-rng'
 _LAYER = re.compile(r'(.*\blayers)\.\d+')
@@ -72,13 +72,7 @@ class DropoutSeeds(Guest):
         self._step, self._evaluations = self._step + 1, 0
 
     def within(self, named: Around, call: Any, pp_group: dist.ProcessGroup) -> Around:
-        """Return what tells layers which microbatch runs, within the range `named`.
-
-        Args:
-            named: that range.
-            call: of Megatron's function, as `iteration.stages` has it.
-            pp_group: of the pipeline.
-        """
+        """Return the context of a pass: `named`, and within it the place that seeds depend on."""
         # models that a program does not set to eval() drop in an evaluation, too
         self._evaluations += call.arguments.forward_only
         self._generator = torch.Generator(call.device)

@@ -18,23 +18,23 @@ def asked_for(settings: Settings) -> Iterator[Guest]:
 
         yield dropout_seeds.DropoutSeeds()
     if settings.freeze_plan is not None:
-        from megatron_zbpp.guests.freezing import freeze_run
+        from megatron_zbpp.guests import freeze_run
 
         yield freeze_run.FreezeRun(settings.freeze_plan, job_log.warning)
     if settings.trace_dir is not None:
-        from megatron_zbpp.guests.tracing import tracer
+        from megatron_zbpp.guests import tracing
 
-        yield tracer.Tracer(Path(settings.trace_dir))
+        yield tracing.Tracer(Path(settings.trace_dir))
     if 'nemo.lens' in sys.modules:  # as where Megatron has telemetry
-        from megatron_zbpp.guests.telemetry import spans
+        from megatron_zbpp.guests import telemetry
 
-        yield spans.Spans()
+        yield telemetry.Spans()
     if settings.offload == AUTO:
-        from megatron_zbpp.guests.offload_amount import free_amount
+        from megatron_zbpp.guests import offload_tuner
 
-        yield free_amount.FreeAmount(settings.profile_iters)
+        yield offload_tuner.OffloadTuner(settings.profile_iters)
     if settings.schedule == AUTO:
-        from megatron_zbpp.guests.autotune import auto_plan
+        from megatron_zbpp.guests import auto_plan
 
         objective = 'makespan' if settings.post_validation is None else 'window'
         yield auto_plan.AutoPlan(settings.profile_iters, settings.memory_limit, objective=objective)

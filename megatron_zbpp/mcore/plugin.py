@@ -10,29 +10,42 @@ from typing import TYPE_CHECKING
 
 from megatron_zbpp.mcore import replicas
 from megatron_zbpp.mcore.iteration import forward_backward, skipping
+from megatron_zbpp.mcore.iteration.arguments import Arguments
+from megatron_zbpp.mcore.iteration.batch import Batch, NextIteration
+from megatron_zbpp.mcore.layers import linear, tied, transformer_engine
 from megatron_zbpp.mcore.left_behind import isolated
-from megatron_zbpp.mcore.patches import (
-    bridge_checkpoints,
-    linear,
-    masks,
-    placement,
-    rank_files,
-    same_start,
-    tied,
-    training_loop,
-    transformer_engine,
-)
+from megatron_zbpp.mcore.optimizer import stepping
+from megatron_zbpp.mcore.patches import placement, training_loop
 from megatron_zbpp.mcore.patches.registry import Patch, Registry
-from megatron_zbpp.mcore.post_validation import split_step, stepping
-from megatron_zbpp.mcore.post_validation.next_iteration import ForwardsAhead
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.mcore.start import part_patches
 from megatron_zbpp.post_validation.protocol import PostValidation
-from megatron_zbpp.runtime.observe.measure import Figures, Iteration
+from megatron_zbpp.runtime.measure import Figures, Iteration
 
 if TYPE_CHECKING:
-    from megatron_zbpp.guests.side_work.side_work import SideWork
+    from megatron_zbpp.guests.side_work import SideWork
     from megatron_zbpp.mcore.iteration.asynchronous import ForwardsInFlight
+    from megatron_zbpp.mcore.optimizer.next_iteration import ForwardsAhead
+
+
+class _NothingAhead(NextIteration):
+    """The next iteration of a training whose forwards all wait for their call."""
+
+    def possible(self) -> bool:
+        return False
+
+    def replayed(self, iterator: Iterator | None) -> Iterator | None:
+        return iterator
+
+    def take(self, arguments: Arguments) -> Batch | None:
+        return None
+
+    def stands(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
 
 
 class Plugin:
@@ -52,10 +65,20 @@ class Plugin:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.session = Session(settings)
-        ahead = ForwardsAhead(self.session)
-        self._steps = stepping.Steps(self.session, ahead)
-        self._flight = _in_flight(self.session)
-        self._next = self._flight or ahead
+        self._flight: ForwardsInFlight | None = None
+        self._next: _NothingAhead | ForwardsAhead | ForwardsInFlight = _NothingAhead()
+        early = None
+        if self.session.endless is not None:
+            from megatron_zbpp.mcore.iteration.asynchronous import ForwardsInFlight
+
+            self._next = self._flight = ForwardsInFlight(self.session)
+        elif self.session.post_validation is not None:
+            from megatron_zbpp.mcore.optimizer.early_steps import EarlySteps
+            from megatron_zbpp.mcore.optimizer.next_iteration import ForwardsAhead
+
+            self._next = ahead = ForwardsAhead(self.session)
+            early = EarlySteps(self.session, ahead)
+        self._steps = stepping.Steps(self.session, early)
         self._registry = Registry()
 
     @property
@@ -123,7 +146,7 @@ class Plugin:
                 f'a side task does not go with {self.session.programs.name}, which is '
                 'asynchronous: take a synchronous schedule, such as zb-v'
             )
-        from megatron_zbpp.guests.side_work.side_task import SideTask, SideWork
+        from megatron_zbpp.guests.side_work import SideTask, SideWork
 
         work = SideWork(step and functools.partial(isolated, step), step_seconds, margin, memory)
         self.session.invite(SideTask(work))
@@ -145,9 +168,6 @@ class Plugin:
 
         Freezing then goes on in the phase of that step, with its draws. NVIDIA's loop says so by
         itself; in a loop of one's own all ranks call this, before the first iteration.
-
-        Args:
-            step: how many were taken.
 
         Raises:
             ValueError: it is no number of steps.
@@ -188,15 +208,11 @@ class Plugin:
                 functools.partial(replicas.data_parallel_rank, session),
                 functools.partial(replicas.require_pairs, session.programs),
             ),
-            masks.patches(session.programs.placement),
             tied.patches(session.programs.placement),
-            same_start.patches(session),
+            part_patches.patches(session),
             _of_slices(session),
             _of_vocabulary(session),
             training_loop.patches(session),
-            rank_files.patches(session),
-            bridge_checkpoints.patches(session),
-            split_step.patches(),
             stepping.patches(self._steps),
         )
 
@@ -221,14 +237,6 @@ class Plugin:
 
     def __exit__(self, *_: object) -> None:
         self.disable()
-
-
-def _in_flight(session: Session) -> ForwardsInFlight | None:
-    if session.endless is None:
-        return None
-    from megatron_zbpp.mcore.iteration.asynchronous import ForwardsInFlight
-
-    return ForwardsInFlight(session)
 
 
 def _of_slices(session: Session) -> Iterator[Patch]:

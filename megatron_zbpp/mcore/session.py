@@ -19,16 +19,14 @@ from megatron_zbpp.guests.base import Guest
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import STAGE, Settings
-from megatron_zbpp.post_validation.policy import EarlyStepPolicy
-from megatron_zbpp.post_validation.protocol import PostValidation
+from megatron_zbpp.post_validation.protocol import EarlyStepPolicy, PostValidation
 from megatron_zbpp.runtime.channels import Channels, Message
-from megatron_zbpp.runtime.filler import Filler
+from megatron_zbpp.runtime.clock import Filler
 from megatron_zbpp.runtime.groups import beside
 from megatron_zbpp.runtime.guard import agreement
 from megatron_zbpp.runtime.guard.watchdog import Watchdog
 from megatron_zbpp.runtime.log import job_log
-from megatron_zbpp.runtime.observe.interval import Interval
-from megatron_zbpp.runtime.observe.measure import Figures, Iteration
+from megatron_zbpp.runtime.measure import Figures, Interval, Iteration
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 if TYPE_CHECKING:

@@ -10,32 +10,145 @@ true step's result.
 
 (Zero Bubble Pipeline Parallelism, section 4, which sends the full state back through the ranks;
 here all get it from the reduction itself, which also gives Megatron's own roundings.)
+
+The state that goes from rank to rank only decides who steps early; what the step is judged by in
+the end is reduced as Megatron reduces it. All ranks see the same results, and so have one policy of
+when steps are taken early.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron_zbpp.post_validation.partial_state import PartialReduction
-from megatron_zbpp.post_validation.policy import EarlyStepPolicy
+import torch
+import torch.distributed as dist
+
+
+@dataclass
+class EarlyStepPolicy:
+    """Decides by what became of the latest steps: alike on all ranks, which see the same results.
+
+    Args:
+        clean_steps: so many in a row, neither clipped nor skipped, and steps are taken early.
+        window: of early steps, that is looked back on.
+        tolerated: if more of them had to be taken back, steps wait for all ranks again.
+        most_redone: after so many iterations in a row that had to run again, they always do.
+    """
+
+    clean_steps: int = 10
+    window: int = 20
+    tolerated: int = 4
+    most_redone: int = 3
+    _redone: int = 0
+    _in_a_row: int = 0
+    _failed: deque[bool] = field(init=False)
+    engaged: bool = field(init=False)  # whether the next step is taken early
+    ended: bool = False  # whether steps wait from now on, whatever comes
+
+    def __post_init__(self) -> None:
+        if self.clean_steps < 0:
+            raise ValueError(f'clean_steps is {self.clean_steps}: give 0 or more')
+        self._failed = deque(maxlen=self.window)
+        self.engaged = self.clean_steps == 0
+
+    def after(self, clean: bool, early: bool = True) -> None:
+        """Take note of a step, `early` if a rank went ahead: steps that none tried cost nothing."""
+        if self.ended:
+            return
+        self._in_a_row = self._in_a_row + 1 if clean else 0
+        if not self.engaged:
+            self.engaged = self._in_a_row >= max(self.clean_steps, 1)
+            return
+        if early:
+            self._failed.append(not clean)
+        if sum(self._failed) > self.tolerated:
+            self.engaged = False
+            self._failed.clear()
+
+    def after_iteration(self, redone: bool) -> None:
+        """Take note of an iteration that had begun early, and whether it had to run again."""
+        self._redone = self._redone + 1 if redone else 0
+        if self._redone >= self.most_redone:
+            self.end()
+
+    def end(self) -> None:
+        """Let all steps wait from now on."""
+        self.engaged, self.ended = False, True
+
+
+_TAG = 4  # channels of messages, shapes and activations have those below
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The state of the first ranks of the chain."""
+
+    # of their gradients; infinite if one found an overflow or cannot go ahead
+    squared_norm: float = 0.0
+    ahead: int = 0  # how many of them have gone ahead
+
+    def then(self, squared_norm: float, clip_grad: float) -> Prefix:
+        """Return it with one rank more, which goes ahead exactly if the state allows it."""
+        total = self.squared_norm + squared_norm
+        return Prefix(total, self.ahead + is_clean(math.sqrt(total), clip_grad))
+
+
+def is_clean(norm: float, clip_grad: float) -> bool:
+    """Return whether gradients of this norm are neither skipped nor clipped (0: never)."""
+    return math.isfinite(norm) and (clip_grad <= 0 or clip_grad / (norm + 1e-6) >= 1)
+
+
+class PartialReduction:
+    """Passes prefixes from rank to rank."""
+
+    def __init__(
+        self, pp_group: dist.ProcessGroup, order: tuple[int, ...], device: torch.device
+    ) -> None:
+        self.place = order.index(dist.get_rank(pp_group))  # of this rank in the chain
+        self.last = self.place == len(order) - 1  # whether it is the last
+        ranks = [dist.get_global_rank(pp_group, rank) for rank in order]
+        self._before = ranks[self.place - 1] if self.place else None
+        self._behind = ranks[self.place + 1] if self.place + 1 < len(ranks) else None
+        self._pp_group = pp_group
+        self._device = device
+        self._leaving: tuple[dist.Work, torch.Tensor] | None = None
+
+    def extend(self, squared_norm: float, clip_grad: float) -> Prefix:
+        """Wait for the ranks before, add this one, and tell the ranks behind."""
+        prefix = self._receive().then(squared_norm, clip_grad)
+        if self._behind is not None:
+            if self._leaving is not None:
+                self._leaving[0].wait()
+            values = [prefix.squared_norm, prefix.ahead]
+            tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
+            work: Any = dist.isend(tensor, self._behind, group=self._pp_group, tag=_TAG)
+            self._leaving = work, tensor  # held until it has left
+        return prefix
+
+    def _receive(self) -> Prefix:
+        if self._before is None:
+            return Prefix()
+        tensor = torch.empty(2, dtype=torch.float64, device=self._device)
+        dist.recv(tensor, self._before, group=self._pp_group, tag=_TAG)
+        squared_norm, ahead = tensor.tolist()
+        return Prefix(squared_norm, int(ahead))
+
 
 STEP = 'optimizer step'  # as it is called where ranks meet
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a true step.
+    """The outcome of a true step."""
 
-    Attributes:
-        result: what the optimizer's step returns.
-        clean: whether the parameters are what a speculative step would have made: neither skipped
-            nor clipped.
-    """
-
-    result: Any
+    result: Any  # what the optimizer's step returns
+    # whether the parameters are what a speculative step would have made: neither skipped nor
+    # clipped
     clean: bool
 
 
@@ -130,12 +243,7 @@ class PostValidation:
         return outcome.result
 
     def after_iteration(self, redone: bool, prefilled: bool = False) -> None:
-        """Take note of an iteration that had begun early.
-
-        Args:
-            redone: whether it had to run again.
-            prefilled: whether the program had put gradients of its own before it.
-        """
+        """Take note of an iteration that had begun early."""
         self.redone += redone
         self.policy.after_iteration(redone)
         if prefilled:

@@ -22,31 +22,21 @@ _ALIGNMENT = 512  # bytes: of tensors that kernels like best
 
 
 class Stepped(NamedTuple):
-    """A parameter of an optimizer, and what the model computes with.
+    """A parameter of an optimizer, and what the model computes with."""
 
-    Attributes:
-        parameter: that the optimizer steps.
-        read: its copy in the model, of another type; None: the model reads the parameter itself.
-    """
-
-    parameter: torch.Tensor
+    parameter: torch.Tensor  # that the optimizer steps
+    # its copy in the model, of another type; None: the model reads the parameter itself
     read: torch.Tensor | None
 
 
 class _Before(NamedTuple):
-    """A parameter and its state before the step.
+    """A parameter and its state before the step."""
 
-    Attributes:
-        stepped: the parameter.
-        value: a copy of it.
-        state: what the optimizer had for it, in the optimizer's own tensors; None: nothing.
-        copies: of its tensors.
-    """
-
-    stepped: Stepped
-    value: torch.Tensor
+    stepped: Stepped  # the parameter
+    value: torch.Tensor  # a copy of it
+    # what the optimizer had for it, in the optimizer's own tensors; None: nothing
     state: dict[str, Any] | None
-    copies: dict[str, torch.Tensor]
+    copies: dict[str, torch.Tensor]  # of its tensors
 
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
         parameter = self.stepped.parameter
@@ -70,10 +60,6 @@ class SpeculativeStep:
         buffer_bytes: how much state is set aside at once, if one parameter needs no more, of those
             that take the true step later.
         kept_bytes: how much of old state is kept, of those that need not.
-
-    Attributes:
-        peak_bytes: most that was set aside at once.
-        kept_bytes: how much of old state is kept.
     """
 
     @torch.no_grad()
@@ -89,11 +75,11 @@ class SpeculativeStep:
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._before: list[_Before] = []
         self._groups: list[tuple[dict, dict]] = []
-        self.kept_bytes = self._step(kept_bytes)
+        self.kept_bytes = self._step(kept_bytes)  # how much of old state is kept
         later = stepped[len(self._before) :]
         parts = list(_parts(optimizer, later, buffer_bytes))
         largest = max((sum(_bytes(optimizer, s) for s in part) for part in parts), default=0)
-        self.peak_bytes = self.kept_bytes + largest
+        self.peak_bytes = self.kept_bytes + largest  # most that was set aside at once
         if parts:
             buffer = _Buffer(largest, later[0].parameter.device)
             for part in parts:

@@ -21,12 +21,7 @@ MODES = 'train() or eval(), or forward hooks'
 
 
 class Watched:
-    """Modules, and how they are found.
-
-    Args:
-        modules: to watch.
-        flat: memory that their parameters are views of, by name.
-    """
+    """Modules to watch, and by name the flat memory that their parameters are views of."""
 
     def __init__(
         self, modules: Sequence[torch.nn.Module], flat: Iterable[tuple[str, torch.Tensor]] = ()
@@ -62,13 +57,7 @@ class Watched:
 
 
 class Watch:
-    """Modules as they are now.
-
-    Args:
-        watched: them.
-        hashed: whether values are watched, too.
-        unseen: a context after which autograd knows nothing of writes to tensors in it.
-    """
+    """The modules of `watched` as they are now; values, too, if `hashed`."""
 
     def __init__(
         self,

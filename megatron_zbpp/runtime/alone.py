@@ -18,9 +18,6 @@ def one_microbatch(program: Program) -> Program:
 
     Activations stay where they are, and passes that the program joins run one after the other.
     Collectives of the pipeline stay: every rank comes to them without a message of another.
-
-    Args:
-        program: of the rank.
     """
     first: dict[int, int] = {}
     for p in program:
@@ -63,9 +60,6 @@ class NoPeers(Channels):
     Noise and not zeros, by which all tokens would go to the same experts; the same on all ranks, as
     those of a tensor-parallel group take one tensor for theirs. Whole numbers are 1: an index or a
     divisor that there is.
-
-    Args:
-        pp_group: the pipeline's.
     """
 
     def __init__(self, pp_group: dist.ProcessGroup) -> None:

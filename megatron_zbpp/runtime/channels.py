@@ -42,11 +42,10 @@ class Message:
     """Shape and type of what stages exchange, and where it lives.
 
     Attributes:
-        shape: None if it differs from message to message.
         dtype, device: of all of them.
     """
 
-    shape: tuple[int, ...] | None
+    shape: tuple[int, ...] | None  # None if it differs from message to message
     dtype: torch.dtype
     device: torch.device
 
@@ -71,16 +70,11 @@ class Incoming(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Bytes that leave, or arrive.
+    """Bytes that leave, or arrive."""
 
-    Attributes:
-        tensors: that are sent, or received into.
-        works: of them; one, where the backend carries them together.
-        targets: where to bring what has arrived, if it comes by way of the host.
-    """
-
-    tensors: Sequence[torch.Tensor]
-    works: Sequence[dist.Work]
+    tensors: Sequence[torch.Tensor]  # that are sent, or received into
+    works: Sequence[dist.Work]  # of them; one, where the backend carries them together
+    # where to bring what has arrived, if it comes by way of the host
     targets: Sequence[torch.Tensor] = ()
 
     def wait(self) -> None:
@@ -108,12 +102,6 @@ class Channels:
         shapes: whether shapes and sizes can be told.
         saved: whether they are for what forwards have saved.
         kernels: of NCCL; default: those of `MessageKernels`.
-
-    Attributes:
-        pp_group: the same.
-        rank: this rank in it.
-        ranks: the global rank of each of its ranks.
-        leaving: the send that this rank waits for, while it does.
     """
 
     def __init__(
@@ -127,11 +115,11 @@ class Channels:
         saved: bool = False,
         kernels: MessageKernels | None = None,
     ) -> None:
-        self.pp_group = pp_group
+        self.pp_group = pp_group  # the same
         self._tag, self._shape_tag = (tag + _TAGS * saved for tag in (_TAG, _SHAPE_TAG))
-        self.rank = dist.get_rank(pp_group)
-        self.leaving: Send | None = None
-        self.ranks = dist.get_process_group_ranks(pp_group)
+        self.rank = dist.get_rank(pp_group)  # this rank in it
+        self.leaving: Send | None = None  # the send that this rank waits for, while it does
+        self.ranks = dist.get_process_group_ranks(pp_group)  # the global rank of each of its ranks
         pairs = list(pairs)
         self._on_host = backend_for(pp_group, device) == 'gloo'
         backend: Any = pp_group._get_backend(device) if saved and not self._on_host else None

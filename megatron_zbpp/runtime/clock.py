@@ -1,11 +1,20 @@
-"""Start and end of passes on the CPU's clock or the GPU's, and the memory taken then."""
+"""Times of passes while they run: clocks, records, ranges in profiles, and work that fills waits.
+
+A clock takes marks on the CPU or the GPU, and the memory taken then; a record has the passes of an
+iteration with their marks. In profiles `PP:3F1.2` is F of stage 3, microbatch 1, slice 2.
+"""
 
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+
+from megatron_zbpp.ir import Pass
+from megatron_zbpp.runtime.compat import profiler_enabled
 
 
 class Clock(Protocol):
@@ -144,12 +153,54 @@ def _recorded() -> torch.cuda.Event:
 
 
 def clock_for(device: torch.device, counting: bool = False) -> Clock:
-    """Return the clock that sees the work of `device`.
-
-    Args:
-        device: that passes run on.
-        counting: whether it is to count bytes, where it can.
-    """
+    """Return the clock that sees the work of `device`; counts bytes where it can, if `counting`."""
     if device.type != 'cuda':
         return HostClock()
     return CountingClock() if counting else CudaClock()
+
+
+@dataclass
+class Record:
+    """The passes of one rank in one iteration, with their times."""
+
+    passes: list[Pass] = field(default_factory=list)  # in order
+    # (start, end) of each, for `Clock.seconds`
+    marks: list[tuple[object, object]] = field(default_factory=list)
+    # activations held after each: of how many stages, microbatches and slices
+    live: list[int] = field(default_factory=list)
+    # places of passes that ran as one with the next; the time of both is noted at the first
+    joined: list[int] = field(default_factory=list)
+
+
+_NOTHING = nullcontext()  # shared: between profiles, a pass costs no more than asking
+
+
+def profiled(p: Pass) -> AbstractContextManager:
+    """Return a range around `p` while a profiler of torch's is on.
+
+    That is torch.profiler, or emit_nvtx, whose ranges nsys shows: Megatron's --profile runs one.
+    """
+    if profiler_enabled():
+        return torch.profiler.record_function(name(p))
+    return _NOTHING
+
+
+def name(p: Pass) -> str:
+    """Return the name of the range."""
+    return f'PP:{p}'
+
+
+class Filler(Protocol):
+    """Steps of something else, between passes."""
+
+    def begin(self, clock: Clock, record: Record) -> None:
+        """Take note that an iteration begins, whose passes `record` has or will have."""
+        ...
+
+    def before(self, p: Pass) -> None:
+        """Run steps until `p`, whose input is on its way, is expected to start."""
+        ...
+
+    def at_end(self) -> None:
+        """Run steps until the last rank is expected to end, when this one has no more to do."""
+        ...

@@ -60,9 +60,6 @@ def saved_parameters(parameters: Mapping[tuple, torch.Tensor]) -> Iterator[None]
     What saved-tensor hooks give back they would else find as tensors without the attributes that
     Megatron's and Transformer Engine's layers read there and write there: `main_grad`, and the flag
     that it has been added to. An alias that needs no gradient stays what it is.
-
-    Args:
-        parameters: by `place_of`.
     """
     backward: Any = torch.autograd.function.BackwardCFunction
     saved: Any = torch._C._FunctionBase.__dict__['saved_tensors']

@@ -29,14 +29,11 @@ from megatron_zbpp.runtime.actions import (
 )
 from megatron_zbpp.runtime.activations.moves import Moves
 from megatron_zbpp.runtime.channels import Channels, Message
-from megatron_zbpp.runtime.clock import Clock
-from megatron_zbpp.runtime.filler import Filler
+from megatron_zbpp.runtime.clock import Clock, Filler, Record, profiled
 from megatron_zbpp.runtime.key import Key, key_of
 from megatron_zbpp.runtime.kinds import done_by
 from megatron_zbpp.runtime.messages import Awaited
 from megatron_zbpp.runtime.messages import messages as made_of
-from megatron_zbpp.runtime.observe.profiling import profiled
-from megatron_zbpp.runtime.observe.record import Record
 from megatron_zbpp.runtime.stage import Backward, Forward, RunTogether, Stage
 from megatron_zbpp.runtime.tables import Tables
 from megatron_zbpp.runtime.weight_grads import WeightGradStore

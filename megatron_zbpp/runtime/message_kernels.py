@@ -7,14 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MessageKernels:
-    """The kernels by which NCCL carries messages between stages.
+    """The kernels by which NCCL carries messages between stages."""
 
-    Attributes:
-        ctas: most thread blocks of a send or a receive, which spins until its message comes: each
-            takes a processor of the GPU from passes that run meanwhile.
-        high_priority: whether they start before kernels of passes that are queued at the same time;
-            else as those of the pipeline's group.
-    """
-
+    # most thread blocks of a send or a receive, which spins until its message comes: each takes a
+    # processor of the GPU from passes that run meanwhile
     ctas: int = 2
+    # whether they start before kernels of passes that are queued at the same time; else as those of
+    # the pipeline's group
     high_priority: bool = True

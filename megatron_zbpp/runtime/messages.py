@@ -82,12 +82,7 @@ def messages(
 
 
 class Alike:
-    """Messages of one shape: all is known of them before they are sent.
-
-    Args:
-        channels: to the neighbours.
-        message: what is exchanged.
-    """
+    """Messages of one shape: all is known of them before they are sent."""
 
     def __init__(self, channels: Channels, message: Message) -> None:
         self._channels, self._message = channels, message
@@ -112,12 +107,7 @@ class Alike:
 
 
 class BySlice(Alike):
-    """Messages of slices of a sequence, each of which has one shape.
-
-    Args:
-        channels: to the neighbours.
-        of_slices: what is exchanged, by slice.
-    """
+    """Messages of slices of a sequence, each of which has one shape."""
 
     def __init__(self, channels: Channels, of_slices: Sequence[Message]) -> None:
         super().__init__(channels, of_slices[0])
@@ -128,13 +118,7 @@ class BySlice(Alike):
 
 
 class ByName(Alike):
-    """Messages of fixed shapes, which some names have of their own.
-
-    Args:
-        channels: to the neighbours.
-        message: what is exchanged by all other names.
-        others: by name, of messages that differ.
-    """
+    """Messages of fixed shapes, which some names have of their own."""
 
     def __init__(
         self,
@@ -196,15 +180,10 @@ def _layout(parts: Sequence[Message]) -> list[int]:
 
 
 class _Packed(NamedTuple):
-    """Several tensors that come as one.
+    """Several tensors that come as one."""
 
-    Attributes:
-        whole: their bytes.
-        parts: shape and dtype of each.
-    """
-
-    whole: Incoming
-    parts: tuple[Message, ...]
+    whole: Incoming  # their bytes
+    parts: tuple[Message, ...]  # shape and dtype of each
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors, arrived."""
@@ -278,17 +257,11 @@ class Varying:
 
 @dataclass(eq=False)
 class _Expected:
-    """A receive that is posted when its shape is known.
+    """A receive that is posted when its shape is known."""
 
-    Attributes:
-        peer: that it comes from.
-        shape: waits for it.
-        incoming: once it is posted.
-    """
-
-    peer: int
-    shape: Callable[[], Sequence[int]]
-    incoming: Incoming | None = None
+    peer: int  # that it comes from
+    shape: Callable[[], Sequence[int]]  # waits for it
+    incoming: Incoming | None = None  # once it is posted
 
     def wait(self) -> torch.Tensor:
         """Return the tensor, arrived."""

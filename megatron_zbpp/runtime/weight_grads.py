@@ -30,21 +30,14 @@ DroppedGradient = Callable[[torch.nn.Parameter, bool], torch.Tensor | None]
 
 @dataclass(slots=True, eq=False)  # frozen, it would take longer to make than all else here
 class Deferred:
-    """A layer's weight gradients, to be computed.
+    """A layer's weight gradients, to be computed."""
 
-    Attributes:
-        parameters: that get them.
-        compute: gives one for each; a dummy where it has put it where it belongs.
-        held: tells the tensors that wait for it.
-        start: begins its communication, some time before `compute`.
-        fused: places of the parameters that get dummies.
-    """
-
-    parameters: Sequence[torch.nn.Parameter]
+    parameters: Sequence[torch.nn.Parameter]  # that get them
+    # gives one for each; a dummy where it has put it where it belongs
     compute: Callable[[], Gradients]
-    held: Callable[[], Iterable[torch.Tensor]] | None
-    start: Callable[[], None] | None
-    fused: Collection[int]
+    held: Callable[[], Iterable[torch.Tensor]] | None  # tells the tensors that wait for it
+    start: Callable[[], None] | None  # begins its communication, some time before `compute`
+    fused: Collection[int]  # places of the parameters that get dummies
 
     def drop(self, dropped: DroppedGradient | None) -> None:
         """Compute nothing: no gradient reaches the parameters, though their hooks are called.
@@ -76,21 +69,18 @@ class WeightGradStore:
     `scope(key)` says which pass is running: layers ask `deferring` in forward, and `defer` in
     backward. Under `scope(None)` nothing is deferred. Autograd runs CUDA backwards on threads of
     its own, which see these attributes; a context variable they would not.
-
-    Attributes:
-        waits: whether the W of the pass that runs comes later, not right behind it: then layers
-            hold as little as they can.
-        left_out: tells of a key, and how many weight gradients its W has, which of
-            them are not computed; None: all are.
-        dropped: makes what hooks of parameters get in place of those; None: they need nothing.
-        used: whether a W pass has had anything to compute.
     """
 
     def __init__(self) -> None:
+        # whether the W of the pass that runs comes later, not right behind it: then layers hold as
+        # little as they can
         self.waits = True
+        # tells of a key, and how many weight gradients its W has, which of them are not computed;
+        # None: all are
         self.left_out: Callable[[Key, int], Collection[int]] | None = None
+        # makes what hooks of parameters get in place of those; None: they need nothing
         self.dropped: DroppedGradient | None = None
-        self.used = False
+        self.used = False  # whether a W pass has had anything to compute
         self._key: Key | None = None
         self._pending: dict[Key, list[Deferred]] = {}
         self._visits: dict[int, _Visits] = {}

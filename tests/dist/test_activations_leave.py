@@ -19,10 +19,10 @@ from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import live
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.runtime.activations import host
+from megatron_zbpp.runtime.activations import host_memory
 from megatron_zbpp.runtime.activations.bundle import Bundle, Bytes
 from megatron_zbpp.runtime.activations.copies import Copies
-from megatron_zbpp.runtime.activations.slabs import Slabs
+from megatron_zbpp.runtime.activations.host_memory import Slabs
 from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import HostClock
@@ -55,7 +55,7 @@ def executed(schedule, fails=False):
     executor = Executor(
         programs[rank], stages, channels, message, store, HostClock(), activations=activations
     )
-    full = mock.patch.object(host, 'room', lambda: host.Room(1, Path('a limit')))
+    full = mock.patch.object(host_memory, 'room', lambda: host_memory.Room(1, Path('a limit')))
     with full if fails else nullcontext():
         record = executor.run()
     assert not activations.away and not activations._bundles

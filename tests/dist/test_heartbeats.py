@@ -8,8 +8,7 @@ from math import inf
 
 import torch.distributed as dist
 
-from megatron_zbpp.runtime.guard.culprit import Statement
-from megatron_zbpp.runtime.guard.heartbeats import Heartbeats, _Board, _Question
+from megatron_zbpp.runtime.guard.culprit import Heartbeats, RankStatus, _Question, _StatusStore
 
 
 def connected(late):
@@ -48,15 +47,15 @@ def test_what_another_has_found_is_heard_while_one_asks():
     """Who keeps the store may leave amid a question of a rank that lost its neighbour late."""
     store = dist.HashStore()
     first, second = (
-        _Board(str(rank), rank, 3, lambda: Statement('1F0', (2,)), lambda kept=kept: kept)
+        _StatusStore(str(rank), rank, 3, lambda: RankStatus('1F0', (2,)), lambda kept=kept: kept)
         for rank, kept in enumerate((store, Leaving(store, 0.3)))
     )
-    question = _Question(Statement('1F0', (2,), ending=True), inf, queue.SimpleQueue())
-    store.set('said 2', f'0 {Statement("2F0").to_json()}')
+    question = _Question(RankStatus('1F0', (2,), ending=True), inf, queue.SimpleQueue())
+    store.set('said 2', f'0 {RankStatus("2F0").to_json()}')
     first.questions.put(question)
     line = question.lines.get(timeout=5)
     assert line.startswith('culprit: global rank 2, which does not answer')
     second.questions.put(question)
     assert question.lines.get(timeout=5) == ''
-    assert second.verdict == f'{line} (so says global rank 0)'
+    assert second.finding == f'{line} (so says global rank 0)'
     first.questions.put(None)

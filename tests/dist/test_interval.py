@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 from timed import Pipeline, ShiftedClock
 
-from megatron_zbpp.runtime.observe.interval import Interval
+from megatron_zbpp.runtime.measure import Interval
 from megatron_zbpp.schedules import build
 
 

@@ -14,7 +14,7 @@ from paths import ROOT
 PROGRAM = """
 import multiprocessing, os, signal, sys, threading, time
 from multiprocessing import resource_tracker
-from megatron_zbpp.runtime.guard.termination import end_with_parent
+from megatron_zbpp.runtime.guard.watchdog import end_with_parent
 
 def say(*pids):  # in one piece: a child may write into the same pipe
     os.write(1, f"{' '.join(map(str, pids))}\\n".encode())

@@ -14,9 +14,9 @@ from vocabulary import split_1f1b
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.program import Receive, Send
 from megatron_zbpp.ir import Pass
-from megatron_zbpp.runtime.guard.position import Tracker
-from megatron_zbpp.runtime.guard.termination import Termination
-from megatron_zbpp.runtime.observe.record import Record
+from megatron_zbpp.runtime.clock import Record
+from megatron_zbpp.runtime.guard.activities import Tracker
+from megatron_zbpp.runtime.guard.watchdog import Termination
 from megatron_zbpp.schedules import build
 
 

@@ -11,9 +11,8 @@ from held_layers import layers_of_ranks
 from megatron_zbpp import load
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.guests.autotune import background, repartition
-from megatron_zbpp.guests.autotune.auto_plan import AutoPlan
-from megatron_zbpp.guests.autotune.repartition import Repartition, look
+from megatron_zbpp.guests import auto_plan, background_search
+from megatron_zbpp.guests.auto_plan import AutoPlan, Repartition, fit_layers_to_run
 from megatron_zbpp.guests.base import ModelLayers
 from megatron_zbpp.guests.measurements import Measured
 from megatron_zbpp.ir.costs import Costs
@@ -28,18 +27,18 @@ HEAVY = Costs.of(*[(0.002, 0.002, 0.002, 0.005)] * 3, 0.0001)
 
 def test_what_is_known_of_the_layers():
     """The head takes what its stage takes more; and the simulated iteration is the measured one."""
-    found = look(EVEN, SCHEDULE, HEAVY, 'makespan')
+    found = fit_layers_to_run(EVEN, SCHEDULE, HEAVY, 'makespan')
     head, layer = found.layers.layers[-1], found.layers.layers[1]
     assert head.forward == pytest.approx(0.003, rel=1e-3)
     assert layer.forward == pytest.approx(0.001, rel=1e-3)
     assert found.error < 1e-3
     assert found.now == pytest.approx(simulate(SCHEDULE, HEAVY).makespan, rel=1e-3)
-    assert look(EVEN, SCHEDULE, HEAVY, 'window').now < found.now
+    assert fit_layers_to_run(EVEN, SCHEDULE, HEAVY, 'window').now < found.now
 
 
 def test_a_slower_rank_is_told_from_heavier_layers():
     """The same layers take 1.5 times as long there; embedding and head are no slow machines."""
-    found = look(EVEN, SCHEDULE, SLOW, 'makespan')
+    found = fit_layers_to_run(EVEN, SCHEDULE, SLOW, 'makespan')
     assert [device.factors[0] for device in found.devices.devices] == pytest.approx([1, 1, 1.5, 1])
     embedding, layer, *_, head = found.layers
     assert (embedding.forward, layer.forward, head.forward) == pytest.approx(
@@ -47,7 +46,7 @@ def test_a_slower_rank_is_told_from_heavier_layers():
     )
     assert found.error < 1e-3 and found.unequal == 'rank 2 takes 1.5 times as long'
     assert found.now == pytest.approx(simulate(SCHEDULE, SLOW).makespan, rel=1e-3)
-    unlike = look(EVEN, SCHEDULE, SLOW, 'makespan', layers_alike=False)
+    unlike = fit_layers_to_run(EVEN, SCHEDULE, SLOW, 'makespan', layers_alike=False)
     assert not unlike.unequal and unlike.error > 0.05
 
 
@@ -64,7 +63,6 @@ def test_a_slower_rank_gets_fewer_layers(monkeypatch, tmp_path):
 
 def settled(monkeypatch, costs, schedule=SCHEDULE, layout=EVEN, **changes):
     """What is said until nothing more is waited for."""
-    from megatron_zbpp.guests.autotune import auto_plan
 
     monkeypatch.setattr(auto_plan.dist, 'get_rank', lambda *_: 0)
     said = []
@@ -131,10 +129,10 @@ def test_nothing_is_looked_for_without_a_layout(monkeypatch):
     ids=['fails', 'hangs'],
 )
 def test_a_search_that_fails(monkeypatch, program, seconds, words):
-    monkeypatch.setattr(background, 'COMMAND', (sys.executable, '-c', program))
+    monkeypatch.setattr(background_search, 'COMMAND', (sys.executable, '-c', program))
     said = []
-    looked = look(EVEN, SCHEDULE, HEAVY, 'makespan')
-    search = Repartition.start(looked, 8, None, seconds, 'makespan', said.append)
+    measured_run = fit_layers_to_run(EVEN, SCHEDULE, HEAVY, 'makespan')
+    search = Repartition.start(measured_run, 8, None, seconds, 'makespan', said.append)
     while not search.finished():
         pass
     assert words in said[0]
@@ -149,7 +147,7 @@ def test_a_plan_that_cannot_be_written(monkeypatch, tmp_path):
 
 
 def test_who_has_no_cache_folder_finds_it_here(monkeypatch, tmp_path):
-    monkeypatch.setattr(repartition, 'default_folder', lambda: None)
+    monkeypatch.setattr(auto_plan, 'default_folder', lambda: None)
     monkeypatch.chdir(tmp_path)
     (said,) = settled(monkeypatch, HEAVY)
     assert [str(path) for path in tmp_path.iterdir()] == [said.rpartition(' ')[2]]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from recorded import device
 
-from megatron_zbpp.runtime.activations import slabs
+from megatron_zbpp.runtime.activations import host_memory
 from megatron_zbpp.runtime.activations.bundle import Bundle
 from megatron_zbpp.runtime.activations.copies import Copies
 from megatron_zbpp.runtime.activations.store import ActivationStore
@@ -50,11 +50,11 @@ def test_a_refusal_names_the_cure_and_is_forgotten(cuda):
 def unlocked(sound):
     """Waits and races of memory that is unlocked, behind its copies or at once."""
     unlock = (
-        slabs._unlock
+        host_memory._unlock
         if sound
         else lambda runtime, address, streams: runtime.cudaHostUnregister(address)
     )
-    with device.recording() as order, mock.patch.object(slabs, '_unlock', unlock):
+    with device.recording() as order, mock.patch.object(host_memory, '_unlock', unlock):
         store, received, loss = leaving()
         store.begin_out((0, 0, 0))
         store.leave((0, 0, 0))

@@ -16,12 +16,12 @@ from torch.distributed import distributed_c10d
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.runtime.activations.partner import Partner
+from megatron_zbpp.runtime.activations.copies import Partner
 from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import clock_for
 from megatron_zbpp.runtime.executor import Executor
-from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.measure import Iteration
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques.evict.place import with_eviction

@@ -15,16 +15,15 @@ import torch
 import torch.distributed as dist
 from recorded import device
 
-from megatron_zbpp.guests.side_work import side_work
-from megatron_zbpp.guests.side_work.side_work import SideWork
+from megatron_zbpp.guests import side_work
+from megatron_zbpp.guests.side_work import SideWork
 from megatron_zbpp.ir import B, F, Pass
 from megatron_zbpp.post_validation import speculative_step, watch
-from megatron_zbpp.runtime.clock import clock_for
+from megatron_zbpp.runtime.clock import Record, clock_for
 from megatron_zbpp.runtime.compat import unseen_by_autograd
-from megatron_zbpp.runtime.guard.position import Tracker
+from megatron_zbpp.runtime.guard.activities import Tracker
 from megatron_zbpp.runtime.guard.watchdog import EXIT_CODE, Watchdog
-from megatron_zbpp.runtime.observe.measure import Iteration
-from megatron_zbpp.runtime.observe.record import Record
+from megatron_zbpp.runtime.measure import Iteration
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.schedules import build
 
@@ -263,7 +262,7 @@ def test_each_thread_of_the_watchdog_enters_the_device(cuda, sound):
 
 
 def reads_reduction(read):
-    from megatron_zbpp.mcore.post_validation.reduction import Reduction
+    from megatron_zbpp.mcore.optimizer.split_step import Reduction
 
     with recording() as order:
         begun = torch.full((1,), 4.0, device=DEVICE)
@@ -287,7 +286,7 @@ def test_a_reduction_is_read_before_forwards_that_run_ahead_have_ended(cuda, rea
 
 
 def agree():
-    from megatron_zbpp.mcore.post_validation.agreement import Agreement, Verdict
+    from megatron_zbpp.mcore.optimizer.entry_check import Agreement, Verdict
 
     with recording() as order:
         module = torch.nn.Linear(WIDTH, WIDTH, device=DEVICE)

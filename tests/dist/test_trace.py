@@ -13,10 +13,10 @@ from vocabulary import executor, split_1f1b
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.cli import main
 from megatron_zbpp.guests.base import Change, ModelLayers
-from megatron_zbpp.guests.tracing.tracer import Tracer
+from megatron_zbpp.guests.tracing import Tracer
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.measure import Iteration
 from megatron_zbpp.schedules import build
 
 

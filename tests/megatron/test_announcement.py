@@ -95,7 +95,7 @@ def told_of_norms():
     import logging
     from unittest import mock
 
-    from megatron_zbpp.mcore.post_validation.stage_norm import StageNorms
+    from megatron_zbpp.mcore.optimizer.asynchronous_steps import StageNorms
     from megatron_zbpp.mcore.session import Session
     from megatron_zbpp.mcore.settings import Settings
 

@@ -421,8 +421,7 @@ def test_zeros_in_gradients_are_those_of_all_stages(ranks, data):
 OWN = {
     'mcore/iteration/asynchronous.py',
     'mcore/patches/older_weights.py',
-    'mcore/post_validation/asynchronous_steps.py',
-    'mcore/post_validation/late_step.py',
+    'mcore/optimizer/asynchronous_steps.py',
     'runtime/endless.py',
     'runtime/versions.py',
 }

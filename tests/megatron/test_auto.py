@@ -25,8 +25,8 @@ def told(training, switching=False, seconds=30.0):
     from types import SimpleNamespace
     from unittest import mock
 
-    from megatron_zbpp.guests.autotune import auto_plan
-    from megatron_zbpp.guests.autotune.auto_plan import AutoPlan
+    from megatron_zbpp.guests import auto_plan
+    from megatron_zbpp.guests.auto_plan import AutoPlan
 
     said, poll, simulate = [], AutoPlan._poll, auto_plan.simulate
 
@@ -59,9 +59,9 @@ def proposing(training, home):
     from dataclasses import replace
     from unittest import mock
 
-    from megatron_zbpp.guests.autotune import auto_plan
-    from megatron_zbpp.guests.autotune.background import BackgroundSearch
-    from megatron_zbpp.guests.autotune.repartition import look
+    from megatron_zbpp.guests import auto_plan
+    from megatron_zbpp.guests.auto_plan import fit_layers_to_run
+    from megatron_zbpp.guests.background_search import BackgroundSearch
 
     ended = BackgroundSearch.ended
 
@@ -69,7 +69,7 @@ def proposing(training, home):
         times = [(*[0.001] * (costs.num_stages - 1), 0.004)] * 3
         forward, backward, weight = times
         costs = replace(costs.with_times(F=forward, B=backward, W=weight), comm=0.0)
-        return look(layout, schedule, costs, *more)
+        return fit_layers_to_run(layout, schedule, costs, *more)
 
     def wait(self):
         self._process.wait()
@@ -77,7 +77,7 @@ def proposing(training, home):
 
     with (
         told(training, seconds=1.0) as said,
-        mock.patch.object(auto_plan, 'look', slow),
+        mock.patch.object(auto_plan, 'fit_layers_to_run', slow),
         mock.patch.object(BackgroundSearch, 'ended', wait),
         mock.patch.dict(os.environ, XDG_CACHE_HOME=str(home)),
     ):
@@ -122,7 +122,7 @@ def slowed(training, home):
     import torch.distributed as dist
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron_zbpp.guests.autotune.background import BackgroundSearch
+    from megatron_zbpp.guests.background_search import BackgroundSearch
 
     forward, ended = TransformerLayer.forward, BackgroundSearch.ended
 
@@ -172,8 +172,8 @@ def one_slow_replica(training):
     import torch.distributed as dist
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron_zbpp.guests.autotune import auto_plan
-    from megatron_zbpp.guests.autotune.auto_plan import AutoPlan
+    from megatron_zbpp.guests import auto_plan
+    from megatron_zbpp.guests.auto_plan import AutoPlan
 
     said, forward = [], TransformerLayer.forward
 

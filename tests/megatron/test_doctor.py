@@ -160,7 +160,7 @@ def moved(what):
     from megatron.core.transformer import TransformerConfig
 
     from megatron_zbpp.mcore.command_line import doctor
-    from megatron_zbpp.mcore.patches import tied
+    from megatron_zbpp.mcore.layers import tied
 
     own = schedules.get_forward_backward_func, TransformerConfig.__post_init__
     change = {

@@ -64,7 +64,7 @@ def test_overflow_before_the_reduction(ranks, rank):
 @contextmanager
 def engaged(training):
     """Whether steps go on being taken early, behind each of them."""
-    from megatron_zbpp.post_validation.policy import EarlyStepPolicy
+    from megatron_zbpp.post_validation.protocol import EarlyStepPolicy
 
     found, original = [], EarlyStepPolicy.after
 

@@ -50,8 +50,7 @@ def test_a_pass_waits_for_its_own_shape(ranks, data, kind, waits):
 
 def planned_for(job, argv):
     """Runs on each rank: the costs that `auto` planned for, and the iteration that it measured."""
-    from megatron_zbpp.guests import measurements
-    from megatron_zbpp.guests.autotune import auto_plan
+    from megatron_zbpp.guests import auto_plan, measurements
 
     made, measured, fit, planner = [], [], measurements.measured_costs, auto_plan.AutoPlan
 

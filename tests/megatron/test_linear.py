@@ -292,7 +292,7 @@ def deferred(later):
     import torch
     from megatron.core.tensor_parallel import layers
 
-    from megatron_zbpp.mcore.patches.linear import deferring_linear
+    from megatron_zbpp.mcore.layers.linear import deferring_linear
     from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
     original = layers.LinearWithGradAccumulationAndAsyncCommunication

@@ -30,10 +30,10 @@ SUMMARY = re.compile(
 @contextmanager
 def job_lines(training):
     """What is said once for the job, on the first rank; first the passes that a summary is of."""
-    from megatron_zbpp.mcore import summary
+    from megatron_zbpp.mcore import training_log
     from megatron_zbpp.runtime.log import job_log
 
-    lines, fit = [], summary.measured_costs
+    lines, fit = [], training_log.measured_costs
 
     def fitted(timeline):
         lines.append(' '.join(sorted({p.kind for own in timeline.schedule.passes for p in own})))
@@ -41,7 +41,7 @@ def job_lines(training):
 
     with (
         mock.patch.object(job_log, 'info', lines.append),
-        mock.patch.object(summary, 'measured_costs', fitted),
+        mock.patch.object(training_log, 'measured_costs', fitted),
     ):
         yield lines
 

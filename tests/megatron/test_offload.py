@@ -124,8 +124,7 @@ def measuring(job, argv, k):
     from contextlib import ExitStack
     from unittest import mock
 
-    from megatron_zbpp.guests import measurements
-    from megatron_zbpp.guests.offload_amount import free_amount
+    from megatron_zbpp.guests import measurements, offload_tuner
     from megatron_zbpp.ir.costs import Costs
     from megatron_zbpp.mcore import session
     from megatron_zbpp.runtime.activations.store import ActivationStore
@@ -145,8 +144,8 @@ def measuring(job, argv, k):
     with ExitStack() as stack:
         patch = mock.patch.object
         stack.enter_context(patch(session.Session, 'on_iteration_end', noted))
-        guest = free_amount.FreeAmount(1, said.append)
-        stack.enter_context(patch(free_amount, 'FreeAmount', lambda _: guest))
+        guest = offload_tuner.OffloadTuner(1, said.append)
+        stack.enter_context(patch(offload_tuner, 'OffloadTuner', lambda _: guest))
         if k is not None:
             stack.enter_context(patch(measurements, 'measured_costs', equal))
             stack.enter_context(patch(ActivationStore, 'copy_times', slow))

@@ -230,7 +230,7 @@ def delayed(schedule):
     from megatron.core.transformer import TransformerConfig
 
     import megatron_zbpp
-    from megatron_zbpp.mcore.patches import transformer_engine
+    from megatron_zbpp.mcore.layers import transformer_engine
 
     def config(size):
         return TransformerConfig(
@@ -243,7 +243,7 @@ def delayed(schedule):
         )
 
     with (
-        mock.patch.object(transformer_engine.settings, 'find_spec', lambda name: name),
+        mock.patch.object(transformer_engine, 'find_spec', lambda name: name),
         megatron_zbpp.enable(schedule),
     ):
         one, two = config(1), config(2)

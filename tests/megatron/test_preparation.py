@@ -19,7 +19,7 @@ def calls(job, argv):
         The former, how many chunks' modules, and for how many weights aliases were made.
     """
     from megatron_zbpp.mcore.iteration import forward_backward
-    from megatron_zbpp.mcore.patches.transformer_engine import chunk, module
+    from megatron_zbpp.mcore.layers import delayed_module, transformer_engine
 
     counts = []
     prepare = forward_backward.prepare
@@ -37,7 +37,10 @@ def calls(job, argv):
         replaced(mock.patch.object(forward_backward, 'prepare', counting))
         looked, made = (
             replaced(mock.patch.object(owner, name, wraps=getattr(owner, name)))
-            for owner, name in ((chunk, 'delaying_modules'), (module, 'alias_of'))
+            for owner, name in (
+                (transformer_engine, 'delaying_modules'),
+                (delayed_module, 'alias_of'),
+            )
         )
         train(job, argv)
         weights = made.call_count

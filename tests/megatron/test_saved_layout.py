@@ -35,7 +35,7 @@ SAVED = [
 
 def told(settings):
     """What saved arguments of a stock run tell."""
-    from megatron_zbpp.mcore.rank_files import RankFiles
+    from megatron_zbpp.mcore.checkpoints.non_reshardable_files import RankFiles
 
     args = Namespace(**{'num_layers': 8, 'pipeline_model_parallel_size': 2, **settings})
     return [list(rank) for rank in RankFiles.saved({'args': args}).layers]
@@ -50,7 +50,7 @@ def compared():
     """What is written, read again, and how it differs from other schedules."""
     import json
 
-    from megatron_zbpp.mcore.rank_files import KEY, RankFiles
+    from megatron_zbpp.mcore.checkpoints.non_reshardable_files import KEY, RankFiles
     from megatron_zbpp.schedules import build
 
     args = Namespace(num_layers=4, pipeline_model_parallel_layout='Et|t|t|tL')

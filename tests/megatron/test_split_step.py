@@ -13,7 +13,7 @@ from supported import WAITS, supports
 def refused(name, value):
     from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 
-    from megatron_zbpp.mcore.post_validation import waiting
+    from megatron_zbpp.mcore.optimizer import waiting
 
     leaf = FP32Optimizer.__new__(FP32Optimizer)
     leaf.is_stub_optimizer = name == 'stub'
@@ -41,7 +41,7 @@ def of_types(**types):
     import torch
     from megatron.core.optimizer.optimizer import FP32Optimizer
 
-    from megatron_zbpp.mcore.post_validation import waiting
+    from megatron_zbpp.mcore.optimizer import waiting
 
     leaf = FP32Optimizer.__new__(FP32Optimizer)
     types = {name: getattr(torch, each) for name, each in types.items()}
@@ -64,7 +64,7 @@ def test_a_rank_without_parameters(ranks):
 
 
 def other():
-    from megatron_zbpp.mcore.post_validation import waiting
+    from megatron_zbpp.mcore.optimizer import waiting
 
     return waiting.refusal(SimpleNamespace(config=None))
 
@@ -80,7 +80,7 @@ def built(kind, *settings):
     from megatron.core.optimizer import OptimizerConfig, layer_wise_optimizer, optimizer
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megatron_zbpp.mcore.post_validation import waiting
+    from megatron_zbpp.mcore.optimizer import waiting
 
     if kind == 'graph' and not hasattr(OptimizerConfig, 'optimizer_cuda_graph'):
         return 'absent'
@@ -132,7 +132,7 @@ def test_a_captured_step_is_refused(ranks):
 
 
 def scales(recipe):
-    from megatron_zbpp.mcore.post_validation import waiting
+    from megatron_zbpp.mcore.optimizer import waiting
 
     return waiting.refusal_of_model(SimpleNamespace(fp8='hybrid', fp8_recipe=recipe))
 
@@ -146,7 +146,7 @@ def reductions():
     """What Megatron makes of the results that its reductions share, and what we make of them."""
     from megatron.core.optimizer import clip_grads
 
-    from megatron_zbpp.mcore.post_validation import stepping
+    from megatron_zbpp.mcore.optimizer import stepping
 
     return inspect.getsource(clip_grads.clip_grad_by_total_norm_fp32), [
         stepping._as_float32(value) for value in (0.1, None, 1e9 + 1)
@@ -163,12 +163,12 @@ def test_clipping_and_rounding_are_megatrons(ranks):
 
 def several():
     """Two optimizers take turns; whether each may step early."""
-    from megatron_zbpp.mcore.post_validation import stepping
+    from megatron_zbpp.mcore.optimizer.early_steps import EarlySteps
 
     class Optimizer:
         pass
 
-    steps = stepping.Steps(SimpleNamespace(endless=None), SimpleNamespace())
+    steps = EarlySteps(SimpleNamespace(), SimpleNamespace())
     steps._agree = lambda optimizer, call: True
     one, other = Optimizer(), Optimizer()
     found = [steps._possible_for(optimizer, None) for optimizer in (one, one, other, one)]
@@ -187,7 +187,7 @@ def differing():
     from contextlib import redirect_stderr
 
     from megatron_zbpp.mcore.iteration.arguments import Arguments
-    from megatron_zbpp.mcore.post_validation.next_iteration import ForwardsAhead
+    from megatron_zbpp.mcore.optimizer.next_iteration import ForwardsAhead
 
     class Script:
         def forward_step(self):
@@ -215,7 +215,7 @@ def test_calls_that_differ_are_named(ranks):
 def refused_of_loop(**settings):
     from unittest import mock
 
-    from megatron_zbpp.mcore.post_validation import waiting
+    from megatron_zbpp.mcore.optimizer import waiting
 
     args = SimpleNamespace(**settings)
     with mock.patch.object(waiting.compat, 'training_arguments', lambda: args):

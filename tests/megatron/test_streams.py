@@ -79,14 +79,14 @@ def asks_in_backward(self, hidden_states, *args, **kwargs):
 
 def _broken(name):
     """(whose, attribute, what it is to be)."""
-    from megatron_zbpp.mcore.patches.transformer_engine import module
+    from megatron_zbpp.mcore.layers import delayed_module
     from megatron_zbpp.runtime import channels
     from megatron_zbpp.runtime.activations.bundle import Bundle
     from megatron_zbpp.runtime.activations.copies import Copies
 
     yield channels.Channels, 'unbroken', channels.Channels.send
     if name == 'None':
-        yield module, 'dummy_gradient', undefined
+        yield delayed_module, 'dummy_gradient', undefined
     elif name == 'no wait':
         yield channels.Incoming, 'wait', received_by_the_host
     elif name == 'overwritten':

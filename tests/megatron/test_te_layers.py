@@ -44,7 +44,7 @@ def layer_gradients(split, order, layer, dtype, setting, overlap):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     import megatron_zbpp
-    from megatron_zbpp.mcore.patches import transformer_engine
+    from megatron_zbpp.mcore.layers import transformer_engine
 
     kind, norm, *activation = (*layer.split(), 'LayerNorm')[: max(2, len(layer.split()))]
     torch.manual_seed(1)
@@ -68,7 +68,7 @@ def layer_gradients(split, order, layer, dtype, setting, overlap):
 
 def iteration(kind, model, store, split, order, dtype, params_dtype):
     """One global batch, as the executor runs it."""
-    from megatron_zbpp.mcore.patches import transformer_engine
+    from megatron_zbpp.mcore.layers import transformer_engine
 
     model.zero_grad_buffer()
     for module in model.modules():
@@ -186,7 +186,7 @@ def parallel_gradients(split, kind, dtype):
     """
     from megatron.core import tensor_parallel
 
-    from megatron_zbpp.mcore.patches import transformer_engine
+    from megatron_zbpp.mcore.layers import transformer_engine
     from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
     tensor_parallel.model_parallel_cuda_manual_seed(1)

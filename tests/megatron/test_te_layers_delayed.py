@@ -25,7 +25,7 @@ def two_layers(store, of=(4, 4), **options):
     """Two layers of TE without DistributedDataParallel, and what delays in them."""
     from transformer_engine.pytorch import Linear
 
-    from megatron_zbpp.mcore.patches import transformer_engine
+    from megatron_zbpp.mcore.layers import transformer_engine
 
     torch.manual_seed(1)
     make = {'params_dtype': torch.float32, 'delay_wgrad_compute': True} | options
@@ -146,7 +146,7 @@ def refused(options, hooks):
     """What is said of such a layer."""
     from transformer_engine.pytorch import Linear
 
-    from megatron_zbpp.mcore.patches import transformer_engine
+    from megatron_zbpp.mcore.layers import transformer_engine
 
     layer = Linear(4, 4, delay_wgrad_compute=True, **options)
     layer.wgrad_accumulation_and_reduce_hooks = hooks
@@ -175,7 +175,7 @@ def grouped_tensors():
 
     from transformer_engine.pytorch import GroupedLinear
 
-    from megatron_zbpp.mcore.patches import transformer_engine
+    from megatron_zbpp.mcore.layers import transformer_engine
     from megatron_zbpp.mcore.refusals import GROUPED_VARIABLE
 
     if 'use_grouped_tensor' not in inspect.signature(GroupedLinear.__init__).parameters:
@@ -200,7 +200,7 @@ def test_grouped_tensors_are_refused(te_ranks):
 
 
 def test_userbuffers_are_refused():
-    from megatron_zbpp.mcore.patches import transformer_engine
+    from megatron_zbpp.mcore.layers import transformer_engine
 
     config = SimpleNamespace(tp_comm_overlap=False)
     transformer_engine.delay_weight_gradients(config)
@@ -211,7 +211,7 @@ def test_userbuffers_are_refused():
 
 def registrations():
     """Hooks that are made, and walks over parameters, in a second iteration."""
-    from megatron_zbpp.mcore.patches import transformer_engine
+    from megatron_zbpp.mcore.layers import transformer_engine
     from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
     store = WeightGradStore()
@@ -285,7 +285,7 @@ def host_time(num_modules, experts, fused, rounds):
     from transformer_engine.pytorch import GroupedLinear
 
     from megatron_zbpp.emulation import cpu
-    from megatron_zbpp.mcore.patches import transformer_engine
+    from megatron_zbpp.mcore.layers import delayed_module, transformer_engine
     from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
     if not parallel_state.model_parallel_is_initialized():
@@ -296,7 +296,7 @@ def host_time(num_modules, experts, fused, rounds):
     config, store, taken = layer_config('fp32', 'LayerNorm', fused), WeightGradStore(), []
     model = DistributedDataParallel(config, DistributedDataParallelConfig(), layers)
     with contextlib.ExitStack() as timers:
-        of = transformer_engine.module.DelayedModule
+        of = delayed_module.DelayedModule
         names = ('put', 'early', 'defer', 'delays')
         spent = [timers.enter_context(timed(of, name)) for name in names]
         delaying = transformer_engine.Delaying(model, store)
@@ -315,7 +315,7 @@ def host_time(num_modules, experts, fused, rounds):
             with cpu.untranslated():
                 start = time.thread_time()
                 for _ in range(0 if fused else num_modules * experts):
-                    transformer_engine.module._unshared(y)
+                    delayed_module._unshared(y)
                 hooks = time.thread_time() - start
             taken.append(hooks + sum(seconds for _, seconds in spent))
             store.run((0, 0))

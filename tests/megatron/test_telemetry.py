@@ -72,7 +72,7 @@ def exported(name, groups, ranks):
     """What a rank exports of two iterations: name, span and parent, links, times, attributes."""
     from nemo.lens.helpers import managed_span
 
-    spans = importlib.import_module('megatron_zbpp.guests.telemetry.spans')
+    spans = importlib.import_module('megatron_zbpp.guests.telemetry')
     guest, pipeline = spans.Spans(), Pipeline(build(name, P, M), HostClock())
     with exporting(groups if dist.get_rank() in ranks else ()) as (tracer, kept):
         for _ in range(ITERATIONS):

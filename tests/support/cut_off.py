@@ -17,7 +17,7 @@ from pathlib import Path
 import pretrain_gpt
 import torch.distributed as dist
 
-from megatron_zbpp.mcore.post_validation import split_step
+from megatron_zbpp.mcore.optimizer import split_step, stepping
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def main() -> None:
     if place == 'pass':
         pretrain_gpt.forward_step = cutting(pretrain_gpt.forward_step, at=6)
     elif place == 'step':
-        for optimizer in split_step.STEPPING:
+        for optimizer in stepping.STEPPING:
             optimizer.step = cutting(optimizer.step)
     elif place == 'validated step':
         split_step.SplitStep.begin = cutting(split_step.SplitStep.begin)

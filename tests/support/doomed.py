@@ -16,7 +16,7 @@ import time
 import pretrain_gpt
 import torch.distributed as dist
 
-from megatron_zbpp.runtime.activations import copies, partner
+from megatron_zbpp.runtime.activations import copies
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
 
     pretrain_gpt.forward_step = deadly_forward_step
     pretrain_gpt.run_batch = counting_run_batch
-    copies.bytes_of = partner.bytes_of = deadly_bytes_of
+    copies.bytes_of = copies.bytes_of = deadly_bytes_of
     pretrain_gpt.main()
 
 

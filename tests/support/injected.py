@@ -58,7 +58,7 @@ def train(
     from example import forget_groups
 
     import megatron_zbpp
-    from megatron_zbpp.mcore.post_validation import stepping
+    from megatron_zbpp.mcore.optimizer import stepping
 
     argv = [*argv, '--no-check-for-nan-in-loss-and-grad']
     plugins = []

@@ -32,7 +32,7 @@ from megatron_zbpp.mcore.patches.registry import Patch, Registry
 from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.mcore.problems import lines_of
 from megatron_zbpp.mcore.programs import Programs
-from megatron_zbpp.runtime.activations import host
+from megatron_zbpp.runtime.activations import host_memory
 from megatron_zbpp.runtime.log import job_log
 
 _SURE = 0.9  # of what is reckoned: that much leaves, whatever small tensors stay
@@ -54,7 +54,7 @@ def require_host_memory(
     names = ('RANK', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'WORLD_SIZE')
     if not any(on_host(schedule, 1.0)) or any(name not in environment for name in names):
         return
-    layer, room = layer_memory(args), host.room()
+    layer, room = layer_memory(args), host_memory.room()
     if layer is None or room is None:
         return
     rank, local, on_node, size = (int(environment[name]) for name in names)

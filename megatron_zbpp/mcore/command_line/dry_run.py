@@ -26,10 +26,10 @@ from megatron_zbpp.mcore.command_line.layer_memory import LayerMemory, layer_mem
 from megatron_zbpp.mcore.command_line.naming import by_flags, renaming
 from megatron_zbpp.mcore.command_line.own_checks import require_possible, require_sizes
 from megatron_zbpp.mcore.iteration.announcement import asynchrony
-from megatron_zbpp.mcore.post_validation.barriers import barriers
+from megatron_zbpp.mcore.optimizer.barriers import barriers
 from megatron_zbpp.mcore.programs import Programs
-from megatron_zbpp.mcore.same_start.losses import losses_from_scratch
 from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.mcore.start.scratch_losses import losses_from_scratch
 from megatron_zbpp.post_validation.speculative_step import BUFFER_BYTES, KEPT_BYTES
 from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques import find as find_technique

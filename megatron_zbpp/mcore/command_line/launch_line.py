@@ -22,7 +22,7 @@ from megatron_zbpp.mcore.command_line.arguments import require_packages
 from megatron_zbpp.mcore.command_line.flags import add_arguments
 from megatron_zbpp.mcore.command_line.messages import flag
 from megatron_zbpp.mcore.command_line.parsing import parse
-from megatron_zbpp.mcore.same_start.losses import DRAWING
+from megatron_zbpp.mcore.start.scratch_losses import DRAWING
 
 TRAINING = 'megatron.training.arguments'
 # How like a flag of ours, or of Megatron's, a word must be to be taken for it.

@@ -26,7 +26,7 @@ from megatron_zbpp.mcore.left_behind import (
 )
 from megatron_zbpp.mcore.lowered import Lowered
 from megatron_zbpp.mcore.session import Session
-from megatron_zbpp.post_validation.replay import ReplayIterator
+from megatron_zbpp.post_validation.data_iterators import ReplayIterator
 from megatron_zbpp.post_validation.watch import digest, summary
 from megatron_zbpp.runtime.log import job_log
 from megatron_zbpp.runtime.stage import MaybeTensor

@@ -18,14 +18,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_zbpp.mcore import compat, own_offloading
 from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.iteration.stages import Call
+from megatron_zbpp.mcore.layers import transformer_engine
+from megatron_zbpp.mcore.layers.dummy_gradients import dropped_gradient
 from megatron_zbpp.mcore.lowered import Lowered
-from megatron_zbpp.mcore.patches import transformer_engine
-from megatron_zbpp.mcore.patches.dummy_gradients import dropped_gradient
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.post_validation import protocol
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.log import rank_log
-from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.measure import Iteration
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from megatron_zbpp.mcore.iteration import combined
 from megatron_zbpp.mcore.iteration.stages import Call, ModelStage
 from megatron_zbpp.mcore.lowered import Lowered
 from megatron_zbpp.mcore.session import Session
+from megatron_zbpp.runtime import clock
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import clock_for
 from megatron_zbpp.runtime.compat import profiler_enabled
 from megatron_zbpp.runtime.executor import Executor
-from megatron_zbpp.runtime.observe import profiling
 from megatron_zbpp.runtime.tables import Tables
 
 if TYPE_CHECKING:
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 
 def profiled(p: Pass) -> AbstractContextManager:
-    """Make a range as `runtime.observe.profiling.profiled` does, and under nsys.
+    """Make a range as `runtime.clock.profiled` does, and under nsys.
 
     There, a program may have asked for Megatron's ranges by `configure_nvtx_profiling`, without
     torch's emit_nvtx.
     """
     if compat.nvtx_enabled() and not profiler_enabled():
-        return _nvtx(profiling.name(p))
-    return profiling.profiled(p)
+        return _nvtx(clock.name(p))
+    return clock.profiled(p)
 
 
 @contextmanager

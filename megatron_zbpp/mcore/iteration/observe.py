@@ -12,10 +12,8 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 
 from megatron_zbpp.ir import BW, F, Pass
-from megatron_zbpp.runtime.clock import clock_for
-from megatron_zbpp.runtime.observe.interval import Interval
-from megatron_zbpp.runtime.observe.measure import Figures, Iteration
-from megatron_zbpp.runtime.observe.record import Record
+from megatron_zbpp.runtime.clock import Record, clock_for
+from megatron_zbpp.runtime.measure import Figures, Interval, Iteration
 from megatron_zbpp.schedules import build
 
 

@@ -282,7 +282,7 @@ def _announce(
     first_chunk: torch.nn.Module,
 ) -> None:
     session.announced = True
-    from megatron_zbpp.mcore.same_start.losses import losses_from_scratch
+    from megatron_zbpp.mcore.start.scratch_losses import losses_from_scratch
 
     schedule = lowered.schedule
     if session.endless is not None and lowered.calls is None:

@@ -15,7 +15,7 @@ from megatron.core.utils import get_model_config
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.mcore import compat, left_behind
 from megatron_zbpp.mcore.iteration.arguments import Arguments
-from megatron_zbpp.mcore.patches import transformer_engine
+from megatron_zbpp.mcore.layers import transformer_engine
 from megatron_zbpp.runtime.compat import no_backward
 from megatron_zbpp.runtime.key import Key, key_of
 from megatron_zbpp.runtime.stage import MaybeTensor

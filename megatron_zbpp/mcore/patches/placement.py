@@ -1,8 +1,13 @@
-"""Patches of where Megatron looks for the first stage, the layers and the embedding.
+"""Patches of where Megatron looks for the first stage, the layers, the embedding and masks.
 
 Megatron takes stage 0 to be on pipeline rank 0. In a Λ it is on the last rank: some of Megatron's
 functions answer otherwise while the plugin is enabled, and everything that asks them (building of
 model and data, precision casts, checkpoints) follows. For other placements they answer as ever.
+
+NVIDIA's scripts read batches on the first and the last stage alone; where documents are not to
+attend to each other, layers between would take the plain causal mask. By Megatron's 1F1B on two
+ranks both stages are such ends, and all layers have the masks. With several chunks a rank the
+stages between read them, too: see `refusals.needs_masks`.
 """
 
 from __future__ import annotations
@@ -18,10 +23,9 @@ from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore import compat, superseded
+from megatron_zbpp.mcore import compat, refusals, superseded
 from megatron_zbpp.mcore.building import chunk_being_built, name_of, of_one_chunk
 from megatron_zbpp.mcore.layout import StageLayout, require_placed
-from megatron_zbpp.mcore.patches import masks
 from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.runtime.log import job_log
 
@@ -79,6 +83,25 @@ def patches(
     yield Patch(training, loaders, with_data, everywhere=True, late=True)
     batch = compat.get_batch_module(), compat.GET_BATCH
     yield Patch(*batch, wrapped(_with_whole_batch), everywhere=True, late=True)
+    ends, ours = 'is_first_or_last_pipeline_stage', wrapped(_with_masks)
+    yield Patch('megatron.training.utils', ends, ours, everywhere=True, late=True)
+
+
+def given_to_all(placement: Placements) -> bool:
+    """Return whether every chunk is given the masks of its batches."""
+    ranks = parallel_state.get_pipeline_model_parallel_world_size()
+    chunks = placement(ranks).num_chunks if ranks > 1 else 1
+    return chunks > 1 and refusals.needs_masks(compat.training_arguments())
+
+
+def _with_masks(original: Callable, placement: Placements) -> Callable:
+    """Answer NVIDIA's scripts before they read a batch, and before they build its data."""
+
+    @functools.wraps(original)
+    def is_first_or_last_pipeline_stage(vp_stage: int | None) -> bool:
+        return original(vp_stage) or given_to_all(placement)
+
+    return is_first_or_last_pipeline_stage
 
 
 def _is_pp_first_stage(original: Callable, placement: Placements) -> Callable:
@@ -203,7 +226,7 @@ def _with_whole_batch(original: Callable, placement: Placements) -> Callable:
         if size > 1:
             ranks = placement(size).only_route
             both = parallel_state.get_pipeline_model_parallel_rank() == ranks[0] == ranks[-1]
-            whole = both or masks.given_to_all(placement)
+            whole = both or given_to_all(placement)
             kwargs['mtp_on_this_rank'] = kwargs.get('mtp_on_this_rank', False) or whole
         return original(*args, **kwargs)
 

@@ -16,24 +16,16 @@ from megatron_zbpp.runtime.import_hook import after_import
 
 @dataclass(frozen=True)
 class Patch:
-    """Something that is replaced while the plugin is enabled.
+    """Something that is replaced while the plugin is enabled."""
 
-    Attributes:
-        owner: the module that has it; for a method, `module:Class`.
-        name: what it is called there.
-        replacement: makes it from the original; None: its user replaces it for a time.
-        looked_up_by: the functions (`module:function`) that must find it by that name in their
-            module when they run.
-        everywhere: whether modules that imported it by name get it, too.
-        late: whether it waits until somebody imports the module.
-    """
-
-    owner: str
-    name: str
+    owner: str  # the module that has it; for a method, `module:Class`
+    name: str  # what it is called there
+    # makes it from the original; None: its user replaces it for a time
     replacement: Callable[[Any], Any] | None
+    # the functions (`module:function`) that must find it by that name in their module when they run
     looked_up_by: tuple[str, ...] = ()
-    everywhere: bool = False
-    late: bool = False
+    everywhere: bool = False  # whether modules that imported it by name get it, too
+    late: bool = False  # whether it waits until somebody imports the module
 
     @property
     def target(self) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from megatron_zbpp.runtime import compat
-from megatron_zbpp.runtime.activations.slabs import PinningError
+from megatron_zbpp.runtime.activations.host_memory import PinningError
 
 HELD = 'held by others'
 _SHARED = 'needed by other slices'
@@ -23,16 +23,11 @@ SMALL = 1024  # elements: below, a copy costs more than it frees
 
 @dataclass(eq=False, slots=True)
 class Piece:
-    """A storage that autograd has saved tensors of.
+    """A storage that autograd has saved tensors of."""
 
-    Attributes:
-        storage: on the device; None while it is away.
-        nbytes: of it.
-        lasting: whether somebody holds the storage itself, which so loses its memory only.
-    """
-
-    storage: torch.UntypedStorage | None
-    nbytes: int
+    storage: torch.UntypedStorage | None  # on the device; None while it is away
+    nbytes: int  # of it
+    # whether somebody holds the storage itself, which so loses its memory only
     lasting: bool = False
 
 
@@ -105,10 +100,6 @@ class Bundle:
         staying: storages that stay, by their address: those of parameters.
         shared: those of several passes, as they are when a tensor is saved.
         small: memory of fewer elements stays.
-
-    Attributes:
-        bytes: what became of them.
-        away: whether it is not on the device.
     """
 
     def __init__(
@@ -127,8 +118,8 @@ class Bundle:
         self._left: Any = None  # what has left, by the engine
         self._mark: object = None  # of the copy that was begun last
         self._arriving = False
-        self.bytes = Bytes()
-        self.away = False
+        self.bytes = Bytes()  # what became of them
+        self.away = False  # whether it is not on the device
 
     def pack(self, tensor: torch.Tensor) -> Handle | torch.Tensor:
         """Return what autograd keeps in place of `tensor`."""

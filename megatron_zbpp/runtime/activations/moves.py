@@ -15,7 +15,7 @@ from megatron_zbpp.ir.graph import HOST, PARTNER, TRANSFERS
 from megatron_zbpp.runtime.key import Key, key_of
 
 if TYPE_CHECKING:
-    from megatron_zbpp.runtime.activations.partner import Keeping
+    from megatron_zbpp.runtime.activations.copies import Keeping
     from megatron_zbpp.runtime.activations.store import ActivationStore
 
 _OUT, _BACK = TRANSFERS[HOST]
@@ -25,17 +25,11 @@ KINDS = (_OUT, _BACK, _SENT, _FETCHED)
 
 @dataclass(frozen=True, eq=False)
 class Moving:
-    """Saved activations that a program moves.
+    """Saved activations that a program moves."""
 
-    Attributes:
-        sent: by its key, the send of what its forward has saved.
-        fetched: the receive with which it comes back.
-        leaving: those that leave the device, to the host or to the partner.
-    """
-
-    sent: Mapping[Key, Send]
-    fetched: Mapping[Key, Receive]
-    leaving: frozenset[Key]
+    sent: Mapping[Key, Send]  # by its key, the send of what its forward has saved
+    fetched: Mapping[Key, Receive]  # the receive with which it comes back
+    leaving: frozenset[Key]  # those that leave the device, to the host or to the partner
 
     @classmethod
     def of(cls, program: Program) -> Moving:
@@ -59,16 +53,14 @@ class Moves:
     Args:
         moving: of the program of the rank.
         store: moves; None: nothing may.
-
-    Attributes:
-        waits: the send or receive of what was saved that this rank waits for, while it does.
-        actions: of each kind of pass that moves something.
     """
 
     def __init__(self, moving: Moving, store: ActivationStore | None) -> None:
+        # the send or receive of what was saved that this rank waits for, while it does
         self.waits: Send | Receive | None = None
         self._store = store
         self._sent, self._fetched, self._leaving = moving.sent, moving.fetched, moving.leaving
+        # of each kind of pass that moves something
         self.actions: dict[str, Callable[[Pass, object], None]] = {
             _OUT: self._leave,
             _BACK: self._begin_back,

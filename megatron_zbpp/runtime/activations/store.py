@@ -11,9 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_zbpp.runtime import compat
 from megatron_zbpp.runtime.activations.bundle import HELD, SMALL, Bundle, Bytes
-from megatron_zbpp.runtime.activations.copies import Copies
-from megatron_zbpp.runtime.activations.partner import Keeping, Partner
-from megatron_zbpp.runtime.activations.slabs import PinningError
+from megatron_zbpp.runtime.activations.copies import Copies, Keeping, Partner
+from megatron_zbpp.runtime.activations.host_memory import PinningError
 from megatron_zbpp.runtime.channels import Channels
 from megatron_zbpp.runtime.key import Key
 from megatron_zbpp.runtime.log import rank_log
@@ -29,9 +28,6 @@ class ActivationStore:
         say: tells the user.
         small: tensors of fewer elements stay; default: where a copy costs more than it frees.
         copies: the copy engine of the device; default: its own.
-
-    Attributes:
-        keeping: what this rank keeps for its partner; None: none has joined.
     """
 
     def __init__(
@@ -41,6 +37,7 @@ class ActivationStore:
         small: int | None = None,
         copies: Copies | None = None,
     ) -> None:
+        # what this rank keeps for its partner; None: none has joined
         self.keeping: Keeping | None = None
         self._channels: Channels | None = None
         self._copies = Copies(device) if copies is None else copies
@@ -98,11 +95,7 @@ class ActivationStore:
         self._staying = frozenset(each.untyped_storage()._cdata for each in every)
 
     def tell(self, everything: bool) -> None:
-        """Say, once there is something to say, what leaves and what stays.
-
-        Args:
-            everything: else only of stages of which much stays that was planned to leave.
-        """
+        """Say, once there is something to say, what leaves and what stays."""
         if self._told or not (left := self.bytes):
             return
         self._told = True

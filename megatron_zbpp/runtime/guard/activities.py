@@ -1,17 +1,185 @@
-"""Activities of the main thread that must not take forever: collectives, passes, and pauses."""
+"""Activities of the main thread that must not take forever: collectives, passes, and pauses.
+
+Another thread looks at them: a `Tracker` tells where a rank is in its program, and the stack of the
+main thread which call it is in.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
+import sys
+import sysconfig
+import traceback
 from collections.abc import Hashable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
+from megatron_zbpp.analysis.program import Exchange, Receive, Send
+from megatron_zbpp.ir import F, Pass
+from megatron_zbpp.ir.graph import BROADCAST
 from megatron_zbpp.runtime.executor import Executor
-from megatron_zbpp.runtime.guard.calls import calls_of, is_distributed, is_library, words
-from megatron_zbpp.runtime.guard.position import Tracker
+
+_FRAMES = 4
+_FOLDERS = {
+    'torch.distributed': os.path.dirname(dist.__file__),
+    'torch': os.path.dirname(torch.__file__),
+    'Python': sysconfig.get_path('stdlib'),
+}
+# functions that only call another one, as they are mostly named
+_DECORATING = ('wrapper', 'handle_torch_function', '__torch_function__')
+
+
+def calls_of(thread: int) -> list[traceback.FrameSummary]:
+    """Return the calls that a thread is in, innermost first, without those that only decorate."""
+    calls = reversed(traceback.extract_stack(sys._current_frames()[thread]))
+    return [call for call in calls if call.name not in _DECORATING]
+
+
+def is_distributed(call: traceback.FrameSummary) -> bool:
+    return call.filename.startswith(_FOLDERS['torch.distributed'])
+
+
+def is_library(call: traceback.FrameSummary) -> bool:
+    """Return whether it is of Python or torch, which say little about what is being done."""
+    installed = any(name in call.filename for name in ('site-packages', 'dist-packages'))
+    name = 'torch' if installed else 'Python'
+    return call.filename.startswith(_FOLDERS[name])
+
+
+def words(call: traceback.FrameSummary) -> str:
+    return f'{call.name} ({call.filename}:{call.lineno})'
+
+
+def stack_of(thread: int) -> str:
+    """Return the innermost calls of a thread, on one line."""
+    return f'in: {" < ".join(map(words, calls_of(thread)[:_FRAMES]))}'
+
+
+_LATEST = 10
+
+
+class Position(NamedTuple):
+    """A rank's place in its program."""
+
+    done: int  # passes that the device has ended
+    # the pass that runs, or whose input is waited for; the latest one between passes
+    current: Pass | None
+    # what the rank waits for, to arrive or to leave: a message, what a forward saved, or the result
+    # of a collective
+    waits: Receive | Send | Exchange | None
+
+
+class Tracker:
+    """Follows one iteration of `executor` from another thread.
+
+    The host of a GPU runs ahead: there the clock's marks tell how far the device has come, and
+    whether it waits for the input of its pass (the mark of its start comes behind that).
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._ended = 0  # passes known to have ended on the device
+        self._sliced = any(isinstance(i, Pass) and i.slice for i in executor.program)
+
+    def position(self) -> Position:
+        """Now; cheap, and never waits for the device."""
+        executor = self._executor
+        passes, marks, clock = executor.record.passes, executor.record.marks, executor.clock
+        recorded, ended = len(passes), self._ended
+        while ended < recorded and clock.reached(marks[ended][1]):
+            ended += 1
+        self._ended = ended
+        if ended < recorded:
+            current, awaiting = passes[ended], not clock.reached(marks[ended][0])
+        else:
+            current, awaiting = executor.current, executor.awaiting
+        waits = self._receive(current) if current and awaiting else executor.channels.leaving
+        waits = waits or executor.moves.waits
+        return Position(ended, current, waits)
+
+    def _receive(self, consumer: Pass) -> Receive | Exchange | None:
+        for i in self._executor.program:
+            if isinstance(i, Receive) and i.consumer == consumer:
+                return i
+            if isinstance(i, Exchange) and consumer in i.consumers:
+                return i
+        return None
+
+    @property
+    def complete(self) -> bool:
+        """True once the device has ended every pass."""
+        total = sum(isinstance(i, Pass) for i in self._executor.program)
+        return self.position().done == total
+
+    def waits(self) -> tuple[int, ...]:
+        """Return the global ranks that this one waits for."""
+        ranks = self._executor.channels.ranks
+        waits = self.position().waits
+        if isinstance(waits, Receive | Send):
+            return (ranks[waits.peer],)
+        if waits is not None and waits.operation == BROADCAST and waits.root is not None:
+            return (ranks[waits.root],)
+        all_others = waits is not None or self.complete
+        return tuple(r for r in ranks if r != dist.get_rank()) if all_others else ()
+
+    def standing(self) -> dict[str, str]:
+        """Return the position and the latest ten passes, for people."""
+        position = self.position()
+        latest = self._executor.record.passes[: position.done][-_LATEST:]
+        return {
+            'now': self._now(position, latest),
+            'waits for': self._awaited(position),
+            'last passes': ' '.join(map(str, latest)) or 'none',
+        }
+
+    def _now(self, position: Position, latest: list[Pass]) -> str:
+        current = position.current
+        if current is None:
+            return 'before its first pass'
+        if self.complete:
+            return f'all {position.done} passes done'
+        place = f'{self._pass(current)} ({current})'
+        return f'right after {place}' if current in latest[-1:] else place
+
+    def _awaited(self, position: Position) -> str:
+        waits = position.waits
+        if isinstance(waits, Exchange):
+            what = f'{waits.message!r} of microbatch {waits.producers[0].microbatch}'
+            if waits.operation == BROADCAST and waits.root is not None:
+                return f'the {waits.operation} of {what} by {self._rank(waits.root)}'
+            return f'the other ranks to contribute to the {waits.operation} of {what}'
+        if waits is not None and waits.saved:
+            whose = f'activations of {self._unit(waits.consumer)}'
+            if isinstance(waits, Receive):
+                return f'{whose} from {self._rank(waits.peer)}'
+            return f'{self._rank(waits.peer)} to take {whose}'
+        if isinstance(waits, Receive):
+            made = waits.producer
+            what = f'{"output" if made.kind == F else "gradient"} of {self._unit(made)}'
+            return f'{what} from {self._rank(waits.peer)}'
+        if isinstance(waits, Send):
+            taker = f'{self._rank(waits.peer)} to take what {self._pass(waits.producer)} made'
+            return f'{taker} for {self._pass(waits.consumer)}'
+        if self.complete:
+            return 'the other ranks of the pipeline to end their passes'
+        return 'no message'
+
+    def _pass(self, p: Pass) -> str:
+        return f'{p.kind} {self._unit(p)}'
+
+    def _unit(self, p: Pass) -> str:
+        """Return where in the model a pass is, and of what: its slice, too, where there are some.
+
+        Of a pass alone one cannot tell whether its slice 0 is one of several.
+        """
+        part = f' slice {p.slice}' if self._sliced else ''
+        return f'stage {p.stage} microbatch {p.microbatch}{part}'
+
+    def _rank(self, rank: int) -> str:
+        return f'pipeline rank {rank} (global rank {self._executor.channels.ranks[rank]})'
 
 
 class Activity(Protocol):
@@ -124,11 +292,7 @@ class Forwards:
 
 
 class Pause:
-    """A pause between two other activities, of which we know nothing but the calls.
-
-    Args:
-        thread: the identity of the main thread.
-    """
+    """A pause between two other activities, of which we know nothing but the calls."""
 
     def __init__(self, thread: int) -> None:
         self._thread = thread

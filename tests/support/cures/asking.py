@@ -104,7 +104,7 @@ def start_like(stock: bool | str) -> Callable:
     """A model of a V whose start is to equal that of stock Megatron with these stages."""
 
     def run() -> None:
-        from megatron_zbpp.mcore.same_start.reference import chains_of
+        from megatron_zbpp.mcore.start.placement_independent_init import chains_of
 
         chains_of(stock, ['Et', 't', 't', 'tL'], Placement.v(2).reversed())
 
@@ -186,7 +186,7 @@ def annealed(steps: int | None) -> Callable:
     """A step of PipeMare without a scheduler."""
 
     def run() -> None:
-        from megatron_zbpp.mcore.post_validation.annealed_rates import AnnealedRates
+        from megatron_zbpp.mcore.optimizer.asynchronous_steps import AnnealedRates
         from megatron_zbpp.mcore.session import Session
         from megatron_zbpp.mcore.settings import Settings
 
@@ -201,7 +201,7 @@ def clipped_by(norm: str | None) -> Callable:
     """Stages that cannot have norms of their own."""
 
     def run() -> None:
-        from megatron_zbpp.mcore.post_validation.stage_norm import StageNorms
+        from megatron_zbpp.mcore.optimizer.asynchronous_steps import StageNorms
         from megatron_zbpp.mcore.session import Session
         from megatron_zbpp.mcore.settings import Settings
 

@@ -93,10 +93,10 @@ def delayed(waits: bool, look: str) -> Callable:
         from torch.nn import Module
 
         from megatron_zbpp.mcore.iteration import forward_backward
-        from megatron_zbpp.mcore.patches.transformer_engine import settings
+        from megatron_zbpp.mcore.layers import transformer_engine
 
         if look == 'config':
-            settings.delay_weight_gradients(SimpleNamespace(tp_comm_overlap=waits))
+            transformer_engine.delay_weight_gradients(SimpleNamespace(tp_comm_overlap=waits))
         else:
             module = Module()
             module.wgrad_store = SimpleNamespace(enabled=waits)
@@ -141,7 +141,7 @@ def begun_with(function: Callable) -> Callable:
 
     def run() -> None:
         from megatron_zbpp.mcore.iteration.arguments import Arguments
-        from megatron_zbpp.mcore.post_validation.next_iteration import ForwardsAhead
+        from megatron_zbpp.mcore.optimizer.next_iteration import ForwardsAhead
 
         sizes = {'num_microbatches': 2, 'seq_length': 1, 'micro_batch_size': 1, 'model': function}
         calls = [
@@ -163,7 +163,7 @@ def running(mode: str) -> Callable:
     def run() -> None:
         from megatron.core import rerun_state_machine as reruns
 
-        from megatron_zbpp.mcore.post_validation import waiting
+        from megatron_zbpp.mcore.optimizer import waiting
 
         reruns.initialize_rerun_state_machine(mode=reruns.RerunMode(mode))
         try:

@@ -45,15 +45,15 @@ ELSEWHERE = {
     'mcore/iteration/built.py _require_layout': 'test_built.py::test_a_loop',
     'mcore/iteration/built.py _require_model_order': 'test_changed_layers.py::'
     'test_identical_to_megatron',
-    'mcore/patches/rank_files.py require_same': 'test_rank_files.py::test_the_cure',
+    'mcore/checkpoints/training_checkpoints.py require_same': 'test_rank_files.py::test_the_cure',
     **dict.fromkeys(
         (
-            'mcore/patches/transformer_engine/chunk.py delaying_modules: parameters_split',
-            'mcore/patches/transformer_engine/chunk.py delaying_modules: DistributedData',
+            'mcore/layers/transformer_engine.py delaying_modules: parameters_split',
+            'mcore/layers/transformer_engine.py delaying_modules: DistributedData',
         ),
         'test_te_layers_delayed.py::test_refused',
     ),
-    'mcore/patches/transformer_engine/chunk.py delaying_modules: GroupedTensor': 'test_te_layers'
+    'mcore/layers/transformer_engine.py delaying_modules: GroupedTensor': 'test_te_layers'
     '.py::test_gradients_to_the_bit',
     **dict.fromkeys(
         (
@@ -85,7 +85,7 @@ ELSEWHERE = {
     'test_what_a_program_changes_between_two_calls',
     'mcore/iteration/asynchronous.py Unwritten.forward': 'test_asynchronous_weights.py::'
     'test_forwards_that_write_what_steps_would_read',
-    'mcore/post_validation/stage_norm.py StageNorms._agree': 'test_asynchronous_weights.py::'
+    'mcore/optimizer/asynchronous_steps.py StageNorms._agree': 'test_asynchronous_weights.py::'
     'test_zeros_in_gradients_are_those_of_all_stages',
     'mcore/command_line/advise.py AdvisedLine.require_known': 'test_advise.py::'
     'test_memory_that_is_not_predicted',
@@ -134,10 +134,10 @@ UNTRIED = {
     'mcore/iteration/batch.py _looking': 'a layer that nobody knows yet: it is reported',
     'mcore/iteration/preparation.py refuse_unsupported: adjust_tensor': 'the cure is a program '
     'without the plugin',
-    'mcore/patches/linear.py _Unasked.__torch_function__': 'a backward that Megatron '
+    'mcore/layers/linear.py _Unasked.__torch_function__': 'a backward that Megatron '
     'has not: nothing to be cured',
     'mcore/patches/registry.py Registry._put': 'a release that nobody knows yet: it is reported',
-    'mcore/patches/transformer_engine/module.py DelayedModule.put': 'a backward outside of a '
+    'mcore/layers/delayed_module.py DelayedModule.put': 'a backward outside of a '
     'schedule: nothing to be cured',
     'emulation/te.py install': 'the cures install Transformer Engine or a checkout',
     'emulation/te.py _load_tools': 'the cure is another environment of Python',

@@ -11,7 +11,7 @@ from instances import NODES, P4
 from megatron_zbpp import load, simulate
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.cli import main
-from megatron_zbpp.guests.tracing.tracer import Tracer
+from megatron_zbpp.guests.tracing import Tracer
 from megatron_zbpp.ir import Placement, plan_costs
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.devices import Devices

@@ -14,15 +14,15 @@ import pytest
 from megatron_zbpp.analysis.fit_costs import fit, measured_costs
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.guests.autotune import background
-from megatron_zbpp.guests.autotune.auto_plan import AutoPlan
-from megatron_zbpp.guests.autotune.background import BackgroundSearch, schedule_text
+from megatron_zbpp.guests import background_search
+from megatron_zbpp.guests.auto_plan import AutoPlan
+from megatron_zbpp.guests.background_search import BackgroundSearch, schedule_text
 from megatron_zbpp.guests.measurements import Measured, merge_measurements
 from megatron_zbpp.ir import BW, B, F, Placement, Schedule, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.mcore.programs import start_family
 from megatron_zbpp.runtime.executor import Record
-from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.measure import Iteration
 from megatron_zbpp.schedules import build
 
 PLACEMENT = Placement.v(2)
@@ -142,7 +142,7 @@ def test_plans_know_the_latency_of_each_pair_of_ranks(monkeypatch, mirrored):
     edges = tuple((*pair, 0.7e-3) for pair in ((0, 1), (1, 0)))
     costs = replace(Costs.uniform(schedule.placement, 2e-3, 2e-3, 2e-3, comm=0.1e-3), edges=edges)
     measured = Measured(measured_costs(simulate(schedule, costs)), 1.0, {}, None, 0, (0, 1, 2, 3))
-    from megatron_zbpp.guests.autotune import auto_plan
+    from megatron_zbpp.guests import auto_plan
 
     told, asked = [], []
     monkeypatch.setattr(auto_plan.dist, 'get_rank', lambda: 0)
@@ -162,7 +162,7 @@ def test_what_is_measured_of_messages_counts_hops(monkeypatch):
     schedule = build('zb-v', 4, 8)
     costs = Costs.uniform(schedule.placement, 2e-3, 2e-3, 2e-3, comm=0.1e-3)
     costs = replace(costs, hops=((0.0, 0.0),) * 6 + ((0.3e-3, 0.4e-3),))
-    from megatron_zbpp.guests.autotune import auto_plan
+    from megatron_zbpp.guests import auto_plan
 
     told = []
     monkeypatch.setattr(auto_plan.dist, 'get_rank', lambda: 0)
@@ -178,7 +178,7 @@ def test_each_batch_size_is_planned_for_by_itself(monkeypatch, settled):
     auto = AutoPlan()
     assert auto.after(SimpleNamespace(schedule=build('zb-v', 2, 4)), None) is None
     monkeypatch.setattr(
-        background, 'COMMAND', (sys.executable, '-c', 'import time; time.sleep(60)')
+        background_search, 'COMMAND', (sys.executable, '-c', 'import time; time.sleep(60)')
     )
     auto._planner = planner = BackgroundSearch('', partial(str), 60, print)
     auto.planned, auto._settled = build('zb-v', 2, 4), settled
@@ -200,7 +200,7 @@ def test_each_batch_size_is_planned_for_by_itself(monkeypatch, settled):
 
 def test_a_slow_replica_is_named(monkeypatch):
     """Of three, by the rank of the job; the costs to plan for are the usual ones."""
-    from megatron_zbpp.guests.autotune import auto_plan
+    from megatron_zbpp.guests import auto_plan
 
     monkeypatch.setattr(auto_plan.dist, 'get_rank', lambda *_: 0)
     monkeypatch.setattr(BackgroundSearch, 'start', lambda *_: None)
@@ -225,11 +225,11 @@ def test_a_slow_replica_is_named(monkeypatch):
 
 def asked(monkeypatch, tmp_path, program, seconds=30.0):
     """What `auto` says, and what it answers, where the planner is this program."""
-    from megatron_zbpp.guests.autotune import auto_plan
+    from megatron_zbpp.guests import auto_plan
 
     file = tmp_path / 'planner.py'
     file.write_text(program)
-    monkeypatch.setattr(background, 'COMMAND', (sys.executable, str(file)))
+    monkeypatch.setattr(background_search, 'COMMAND', (sys.executable, str(file)))
     monkeypatch.setattr(auto_plan.dist, 'get_rank', lambda *_: 0)
     said = []
     found = [Measured(COSTS, 9.0, {}, None, 0)]
@@ -287,7 +287,7 @@ def test_a_planner_that_cannot_be_started(monkeypatch, tmp_path):
 )
 def test_back_where_it_was_better(monkeypatch, before, now, back):
     """Only beyond noise: each iteration now took longer than any before."""
-    from megatron_zbpp.guests.autotune import auto_plan
+    from megatron_zbpp.guests import auto_plan
 
     monkeypatch.setattr(auto_plan.dist, 'get_rank', lambda *_: 0)
     said = []

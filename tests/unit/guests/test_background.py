@@ -12,11 +12,7 @@ from megatron_zbpp import Costs, Devices, Layer, Layers, Placement, Schedule
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.guests.autotune.background import (
-    BackgroundSearch,
-    partition_text,
-    schedule_text,
-)
+from megatron_zbpp.guests.background_search import BackgroundSearch, partition_text, schedule_text
 from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques.vocabulary.place import (
     hosts_like,

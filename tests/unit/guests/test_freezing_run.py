@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from megatron_zbpp.guests.freezing.freeze_run import FreezeRun
+from megatron_zbpp.guests.freeze_run import FreezeRun
 from megatron_zbpp.partitioning.freeze_plans import FreezePlan
 from megatron_zbpp.schedules import build
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.guests.side_work import side_work
-from megatron_zbpp.guests.side_work.side_work import SideWork
+from megatron_zbpp.guests import side_work
+from megatron_zbpp.guests.side_work import SideWork
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.runtime.observe.record import Record
+from megatron_zbpp.runtime.clock import Record
 from megatron_zbpp.schedules import build
 
 RANK = 2  # it waits at the start, inside and at the end

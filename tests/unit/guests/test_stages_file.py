@@ -9,7 +9,7 @@ import pytest
 
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.cli import main
-from megatron_zbpp.guests.tracing.tracer import Tracer
+from megatron_zbpp.guests.tracing import Tracer
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import build
 

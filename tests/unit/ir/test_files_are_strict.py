@@ -23,7 +23,7 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.planner import cache
-from megatron_zbpp.runtime.observe.measure import Measurement
+from megatron_zbpp.runtime.measure import Measurement
 from megatron_zbpp.schedules import build
 
 SCHEDULE = build('zb-v', 2, 2)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore.post_validation.barriers import barriers
+from megatron_zbpp.mcore.optimizer.barriers import barriers
 
 LOOP, VEE = Placement.loop(4), Placement.v(4)
 

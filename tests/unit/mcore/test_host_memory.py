@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zbpp.mcore.command_line import arguments
-from megatron_zbpp.runtime.activations import host
+from megatron_zbpp.runtime.activations import host_memory
 from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques.offload.place import offloaded
 
@@ -52,16 +52,16 @@ FIRST = {
 def test_the_least_counts(tmp_path, files, expected, file):
     """Of the machine, and of each group that this process is in; cached files are free."""
     write(tmp_path, files)
-    assert host.room(tmp_path) == (expected, tmp_path / file)
+    assert host_memory.room(tmp_path) == (expected, tmp_path / file)
 
 
 def test_where_nothing_tells(tmp_path):
-    assert host.room(tmp_path) is None
+    assert host_memory.room(tmp_path) is None
 
 
 def test_here():
     """This machine says something, and in words."""
-    found = host.room()
+    found = host_memory.room()
     assert found is None or (found.nbytes > 0 and ' GiB (/' in str(found))
 
 
@@ -83,7 +83,7 @@ SCHEDULE = offloaded(build('1f1b', 8, 16), 'all')
 
 def needed(monkeypatch, room, args, environment=TORCHRUN):
     """What is said where the host has so much; None: nothing."""
-    monkeypatch.setattr(host, 'room', lambda: host.Room(room, Path('/a/limit')))
+    monkeypatch.setattr(host_memory, 'room', lambda: host_memory.Room(room, Path('/a/limit')))
     try:
         arguments.require_host_memory(args, SCHEDULE, environment)
     except ValueError as error:

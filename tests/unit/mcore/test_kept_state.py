@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_zbpp.mcore.post_validation import stepping
+from megatron_zbpp.mcore.optimizer import early_steps
 
 BYTES = {
     'memory_allocated': 7,
@@ -23,8 +23,8 @@ BYTES = {
 def test_an_early_step_keeps_what_there_is_memory_for(share, limit, expected):
     """Of 63 bytes that are free 56 can be used, and passes have needed 43: those ahead a share."""
     answers = {name: lambda device, value=value: value for name, value in BYTES.items()}
-    with mock.patch.object(stepping, 'KEPT_BYTES', 0):
+    with mock.patch.object(early_steps, 'KEPT_BYTES', 0):
         with mock.patch.multiple(torch.cuda, **answers):
-            assert stepping.most_kept(torch.device('cuda', 1), share, limit) == expected
-        assert stepping.most_kept(torch.device('cpu'), share, limit) == 0
-    assert stepping.most_kept(torch.device('cpu'), share, None) == stepping.KEPT_BYTES
+            assert early_steps.most_kept(torch.device('cuda', 1), share, limit) == expected
+        assert early_steps.most_kept(torch.device('cpu'), share, limit) == 0
+    assert early_steps.most_kept(torch.device('cpu'), share, None) == early_steps.KEPT_BYTES

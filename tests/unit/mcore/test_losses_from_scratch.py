@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore.same_start.losses import losses_from_scratch
 from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.mcore.start.scratch_losses import losses_from_scratch
 
 LOOP, V = Placement.loop(2), Placement.v(2).reversed()
 

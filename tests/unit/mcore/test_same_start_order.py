@@ -8,7 +8,7 @@ import pytest
 
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.layout import layers_per_stage, layout_string
-from megatron_zbpp.mcore.same_start.order import Part, can_be_drawn, chains
+from megatron_zbpp.mcore.start.placement_independent_init import Part, can_be_drawn, chains
 
 
 def stages(layers, placement, mtp=0):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_zbpp.mcore.post_validation import next_iteration
+from megatron_zbpp.mcore.optimizer import entry_check
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.post_validation import watch
 
@@ -17,7 +17,7 @@ from megatron_zbpp.post_validation import watch
 )
 def test_steps_behind_which_values_are_compared(every, later):
     session = SimpleNamespace(settings=Settings(post_validation=1, check_interval=every))
-    watching_ = next_iteration.Watching(session)
+    watching_ = entry_check.Watching(session)
     found = []
     for step in range(40):
         watching_._steps = step
@@ -33,7 +33,7 @@ def test_passes_over_weights(monkeypatch, hashed):
     digest = watch.digest
     monkeypatch.setattr(watch, 'digest', lambda t: counted.append(t) or digest(t))
     module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
-    looking = watch.Watch(watch.Watched([module]), hashed, next_iteration.unseen_by_autograd)
+    looking = watch.Watch(watch.Watched([module]), hashed, entry_check.unseen_by_autograd)
     looking.changes()
     looking.differ()
     tensors = [*module.parameters(), *module.buffers()]

@@ -6,7 +6,7 @@ import pytest
 from two_ways import two_ways
 
 from megatron_zbpp.analysis.run_ahead import passes_ahead
-from megatron_zbpp.guests.autotune.repartition import look
+from megatron_zbpp.guests.auto_plan import fit_layers_to_run
 from megatron_zbpp.ir import F, Pass, Placement
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.layers import Layer, Layers
@@ -21,7 +21,7 @@ LAYERS = Layers((Layer('t', parameters=1.0),) * 2)
 ASKED = {
     'passes ahead of an optimizer step': lambda: passes_ahead(two_ways(2, 4)),
     'speeds of ranks': lambda: measured_devices(['t', 't'], TWO, COSTS),
-    'a better partition': lambda: look('t|t', two_ways(2, 4), COSTS, 'makespan'),
+    'a better partition': lambda: fit_layers_to_run('t|t', two_ways(2, 4), COSTS, 'makespan'),
     'parameters of ranks': lambda: parameters_held(LAYERS, Partition(TWO, (1, 1), (0, 1))),
     'orders of slots': lambda: orders({Pass(F, 0, 0): 0, Pass(F, 0, 1): 1}, TWO),
     'a draft': lambda: Draft(TWO, 4),

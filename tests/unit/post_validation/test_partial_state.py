@@ -7,8 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zbpp.post_validation.partial_state import Prefix, is_clean
-from megatron_zbpp.post_validation.policy import EarlyStepPolicy
+from megatron_zbpp.post_validation.protocol import EarlyStepPolicy, Prefix, is_clean
 
 norms = st.floats(0, 1e6) | st.sampled_from([math.inf, math.nan])
 

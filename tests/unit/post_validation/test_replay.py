@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zbpp.post_validation.replay import ReplayIterator
+from megatron_zbpp.post_validation.data_iterators import ReplayIterator
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.booleans()), max_size=20))

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from megatron_zbpp.post_validation.views import SharedViews
+from megatron_zbpp.post_validation.data_iterators import SharedViews
 
 
 def test_each_chunk_reads_all_in_order():

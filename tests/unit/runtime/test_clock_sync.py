@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
-from megatron_zbpp.runtime.observe.clock_sync import RoundTrip, causal, lead, on_one_clock
+from megatron_zbpp.runtime.measure import RoundTrip, causal, lead, on_one_clock
 from megatron_zbpp.schedules import build
 
 EPSILON = 1e-9

@@ -8,8 +8,7 @@ import timeit
 import torch
 
 from megatron_zbpp.ir import F, Pass
-from megatron_zbpp.runtime.clock import HostClock
-from megatron_zbpp.runtime.observe.profiling import profiled
+from megatron_zbpp.runtime.clock import HostClock, profiled
 
 PASS = Pass(F, 3, 1)
 

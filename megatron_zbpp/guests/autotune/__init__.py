@@ -1,1 +1,0 @@
-"""`auto`: plans for what was measured, and switches to it."""

@@ -1,0 +1,134 @@
+"""Leaves out the weight gradients that a plan of freezing names, step by step, and says so.
+
+This changes what is learned. Nothing else here does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from statistics import median
+
+from megatron_zbpp.guests.base import Guest, Run
+from megatron_zbpp.ir import Schedule, W
+from megatron_zbpp.partitioning.freeze_plans import FreezePlan
+from megatron_zbpp.runtime.key import Key
+from megatron_zbpp.runtime.measure import Iteration
+
+_COMPARED = 20  # steps with the whole shares, before the gain is told
+
+
+class FreezeRun(Guest):
+    """Follows a plan through a training, on one rank.
+
+    Attributes:
+        plan: the same.
+        step: that runs, from 0.
+        first: the step that a resumed training began with.
+        left_out: weight gradients that this rank has left out so far.
+        seen: weight gradients that could have been.
+    """
+
+    def __init__(self, plan: FreezePlan, say: Callable[[str], None]) -> None:
+        self.plan, self.step, self.first = plan, 0, 0
+        self.left_out = self.seen = 0
+        self._say = say
+        self._phase = ''
+        self._before: list[float] = []
+        self._after: list[float] = []
+
+    @property
+    def skips_gradients(self) -> bool:
+        """True if gradients are left out in this step."""
+        return self.plan.share(self.step) > 0
+
+    def refuses(self, schedule: Schedule) -> str | None:
+        """Return why the plan is not one for `schedule`, which is in Megatron's ranks."""
+        planned = self.plan.schedule
+        if schedule.passes not in (planned.passes, planned.reversed().passes):
+            return (
+                f'freezing was planned for {planned.name} of {planned.num_ranks} ranks and '
+                f'{planned.num_microbatches} microbatches, but {schedule.name} of '
+                f'{schedule.num_ranks} and {schedule.num_microbatches} is to run: plan it anew '
+                '(zbpp freeze -o)'
+            )
+        if all(p.kind != W for order in schedule.passes for p in order):
+            return (
+                f'{schedule.name} has no W passes, of which freezing leaves gradients out: take a '
+                'schedule that has, such as zb-h1'
+            )
+        if schedule.graph.num_slices > 1:
+            return (
+                f'{schedule.name} has slices, of whose weight gradients freezing would leave out '
+                'the same ones: drop --pipeline-freeze, or take a schedule of whole sequences'
+            )
+        return None
+
+    def fingerprint(self) -> Mapping[str, object]:
+        """Return the step that the training was resumed at."""
+        return {'step resumed at': self.first}
+
+    def join(self, run: Run) -> None:
+        """Be asked by W passes which gradients they leave out."""
+        run.store.left_out = self
+
+    def resume(self, step: int) -> None:
+        """Take note that so many steps were taken before, by the run that left the checkpoint."""
+        self.step = self.first = step
+
+    def before(self, step: int | None) -> None:
+        """Take note that a step begins; None: the one after the last."""
+        self.step = self.step if step is None else step
+        phase = self._phase_of(self.step)
+        if phase != self._phase:
+            self._phase = phase
+            self._tell(phase)
+
+    def _phase_of(self, step: int) -> str:
+        if step < self.plan.monitoring.start:
+            return 'warm-up'
+        if step in self.plan.monitoring:
+            return 'monitoring'
+        return 'growing' if step < self.plan.full else 'freezing'
+
+    def _tell(self, phase: str) -> None:
+        plan = self.plan
+        shares = ', '.join(f'{share:.0%}' for share in plan.stages)
+        self._say(
+            {
+                'warm-up': f'FREEZING IS ON: from step {plan.monitoring.stop} weight gradients '
+                f'will be left out, by stage {shares} of them from step {plan.full}; losses will '
+                'not be those of training without it',
+                'monitoring': f'freezing: step {self.step}, nothing is frozen while times are '
+                'measured',
+                'growing': f'FREEZING: from step {self.step} weight gradients are left out; the '
+                'training is another one from here on',
+                'freezing': f'FREEZING: from step {self.step} by stage {shares} of the weight '
+                'gradients are left out',
+            }[phase]
+        )
+
+    def __call__(self, key: Key, count: int) -> Collection[int]:
+        """Return which of so many weight gradients of a key are left out."""
+        stage, microbatch, _ = key
+        found = self.plan.left_out(self.step, stage, microbatch, count)
+        self.seen += count
+        self.left_out += len(found)
+        return found
+
+    def after(self, iteration: Iteration, run: Run) -> None:
+        """Take note that a step has ended."""
+        if self._phase == 'monitoring':
+            self._before.append(iteration.extent().window)
+        elif self._phase == 'freezing' and len(self._after) < _COMPARED:
+            self._after.append(iteration.extent().window)
+            if len(self._after) == _COMPARED and self._before:
+                self._compare()
+        self.step += 1
+
+    def _compare(self) -> None:
+        before, after = median(self._before), median(self._after)
+        predicted = 1 - self.plan.makespan / self.plan.without if self.plan.without else 0.0
+        self._say(
+            f'freezing: {before * 1e3:.1f} ms before, {after * 1e3:.1f} ms with it on this rank '
+            f'({1 - after / before:.1%} less; {predicted:.1%} was predicted)'
+        )

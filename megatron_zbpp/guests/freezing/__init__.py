@@ -1,1 +1,0 @@
-"""Freezing: leaves out the weight gradients that a plan names."""

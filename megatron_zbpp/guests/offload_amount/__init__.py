@@ -1,1 +1,0 @@
-"""`offload auto`: keeps on the device what copies would cost time for."""

@@ -1,1 +1,0 @@
-"""Side tasks: steps of something else while a rank waits."""

@@ -1,0 +1,94 @@
+"""Pictures of one iteration as it was, beside what it was planned to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_zbpp.analysis.fit_costs import measured_costs
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.guests.base import Change, Guest, ModelLayers, Run
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.plan_costs import stages_file
+from megatron_zbpp.ir.timeline import Timeline
+from megatron_zbpp.render.html import html
+from megatron_zbpp.render.perfetto import perfetto
+from megatron_zbpp.runtime.measure import Iteration
+
+_DRAWN = 5  # the iteration to draw: the first ones are slower than others
+
+
+@dataclass
+class Tracer(Guest):
+    """Draws one iteration of the first pipeline, and one more after a switch to a planned schedule.
+
+    `planned` is the schedule as the simulator has it: with the times that it was planned for, those
+    of a file in the unit of what was measured; a schedule by name was planned for none, and takes
+    those that were measured.
+
+    Args:
+        folder: takes `pipeline.html`, `pipeline.perfetto.json`, and the times of the stages, with
+            the layout of the model's layers, in `stages.json`; made where it is not there.
+    """
+
+    folder: Path
+    _seen: int = 0
+    _costs: Costs | None = None
+    _before: Timeline | None = None
+    _layout: str | None = None
+
+    def starts(self, describe: Callable[[], ModelLayers]) -> None:
+        """Take note of the layers of the stages, for the file of their times."""
+        self._layout = describe().layout
+
+    def after(self, iteration: Iteration, run: Run) -> None:
+        """Draw `iteration`, which has ended, if it is the one: a collective of its pipeline."""
+        self._seen += 1
+        if self._seen != _DRAWN:
+            return
+        measured = iteration.gather().timeline
+        if dist.get_rank() == 0:
+            self.draw(measured)
+            self._before = measured
+
+    def changed(self, change: Change) -> None:
+        """Draw again: from now on another schedule runs."""
+        self._seen, self._costs = 0, change.costs
+
+    def draw(self, measured: Timeline) -> None:
+        """Write the files."""
+        fitted, own = measured_costs(measured), measured.schedule.costs
+        planned = simulate(measured.schedule, self._costs or own or fitted)
+        if self._costs is None and own is not None:
+            planned = _scaled(planned, measured)
+        lines = {'planned': planned, 'measured': measured}
+        if self._before is not None:
+            lines[f'measured before, {self._before.schedule.name}'] = self._before
+        costs = dict.fromkeys(lines, fitted)  # for what is held, which all of them count alike
+        after = '' if self._costs is None else ' after the switch to it'
+        title = f'{measured.schedule.name}, iteration {_DRAWN}{after}'
+        took = 'this iteration' if self._costs is None else 'the iterations before the switch'
+        heading = f'planned: simulated, with the times that passes took in {took}'
+        if self._costs is None and own is not None:
+            heading = (
+                'planned: simulated, with the times of the plan, all longer or shorter by one '
+                'factor: passes take as long as they took, in sum'
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        page = html(lines, costs, title, unit='s', heading=heading)
+        (self.folder / 'pipeline.html').write_text(page)
+        routes = measured.schedule.placement.routes
+        (self.folder / 'stages.json').write_text(stages_file(fitted, self._layout, routes))
+        trace = {name: line for name, line in lines.items() if line is not planned}
+        (self.folder / 'pipeline.perfetto.json').write_text(perfetto(trace, costs))
+
+
+def _scaled(planned: Timeline, measured: Timeline) -> Timeline:
+    ranks = range(measured.schedule.num_ranks)
+    ours, theirs = (sum(map(line.busy, ranks)) for line in (planned, measured))
+    factor = theirs / ours if ours else 1.0
+    scaled = tuple(tuple((a * factor, b * factor) for a, b in own) for own in planned.spans)
+    return replace(planned, spans=scaled)

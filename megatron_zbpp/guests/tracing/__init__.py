@@ -1,1 +1,0 @@
-"""Tracing: pictures of an iteration as it was."""

@@ -1,0 +1,1 @@
+"""Checkpoints whose content is kept by rank and chunk."""

@@ -1,1 +1,0 @@
-"""Post-validation of the optimizers of Megatron."""

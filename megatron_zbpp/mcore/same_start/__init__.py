@@ -1,1 +1,0 @@
-"""The same start: initial weights that stock Megatron draws, whatever the placement."""

@@ -1,1 +1,0 @@
-"""Observation of iterations: measured, put on one clock, written down."""
