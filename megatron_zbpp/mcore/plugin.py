@@ -32,7 +32,7 @@ from megatron_zbpp.runtime.observe.measure import Figures, Iteration
 
 if TYPE_CHECKING:
     from megatron_zbpp.guests.side_work.side_work import SideWork
-    from megatron_zbpp.mcore.iteration.asynchronous import ForwardsInFlight
+    from megatron_zbpp.mcore.techniques.forwards_in_flight import ForwardsInFlight
 
 
 class Plugin:
@@ -191,8 +191,7 @@ class Plugin:
             masks.patches(session.programs.placement),
             tied.patches(session.programs.placement),
             same_start.patches(session),
-            _of_slices(session),
-            _of_vocabulary(session),
+            *(face.patches() for face in session.faces),
             training_loop.patches(session),
             rank_files.patches(session),
             bridge_checkpoints.patches(session),
@@ -226,23 +225,6 @@ class Plugin:
 def _in_flight(session: Session) -> ForwardsInFlight | None:
     if session.endless is None:
         return None
-    from megatron_zbpp.mcore.iteration.asynchronous import ForwardsInFlight
+    from megatron_zbpp.mcore.techniques.forwards_in_flight import ForwardsInFlight
 
     return ForwardsInFlight(session)
-
-
-def _of_slices(session: Session) -> Iterator[Patch]:
-    if session.programs.num_slices > 1:
-        from megatron_zbpp.mcore.patches import slices
-
-        yield from slices.patches(session.slicing)
-
-
-def _of_vocabulary(session: Session) -> Iterator[Patch]:
-    if session.programs.shards_vocabulary:
-        from megatron_zbpp.mcore.patches import vocabulary
-
-        programs = session.programs
-        yield from vocabulary.patches(
-            programs.num_chunks, session.collective, programs.shards_embedding
-        )

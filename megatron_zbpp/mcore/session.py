@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_zbpp.guests.base import Guest
 from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.mcore.faces import Face, face_of
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import STAGE, Settings
 from megatron_zbpp.post_validation.policy import EarlyStepPolicy
@@ -32,7 +33,6 @@ from megatron_zbpp.runtime.observe.measure import Figures, Iteration
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 if TYPE_CHECKING:
-    from megatron_zbpp.mcore.slicing import Running
     from megatron_zbpp.runtime.activations.store import ActivationStore
     from megatron_zbpp.runtime.collectives import Collectives
     from megatron_zbpp.runtime.endless import EndlessTraining
@@ -89,6 +89,7 @@ class Session:
             self.endless = EndlessTraining(settings.clip is None, settings.async_warmup_steps)
         self.compared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.trained: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._faces: dict[str, Face | None] = {}
         self._activations: dict[torch.device, ActivationStore] = {}
         self._channels: dict[tuple[dist.ProcessGroup, Placement, bool], Channels] = {}
         self._between_partners: dict[tuple[dist.ProcessGroup, frozenset], Channels] = {}
@@ -104,11 +105,16 @@ class Session:
             self.invite(guest)
 
     @functools.cached_property
-    def slicing(self) -> Running:
-        """The slice of a sequence that runs, for Megatron's layers to ask."""
-        from megatron_zbpp.mcore.slicing import Running
+    def faces(self) -> tuple[Face, ...]:
+        """Faces of the techniques that are known before the number of ranks is."""
+        return self.faces_of(self.programs.trained)
 
-        return Running()
+    def faces_of(self, names: Iterable[str]) -> tuple[Face, ...]:
+        """Return the faces of these techniques, the innermost first; each is made once."""
+        for name in {*names} - self._faces.keys():
+            self._faces[name] = face_of(name, self)
+        found = (self._faces[name] for name in names)
+        return tuple(sorted(filter(None, found), key=lambda face: face.nest))
 
     def invite(self, guest: Guest) -> None:
         """Let a guest watch the training; it takes the place of another of its kind."""

@@ -28,7 +28,7 @@ def require_all_layers(
     placement: Placement,
     pp_group: dist.ProcessGroup,
     collective: Callable[[str], AbstractContextManager],
-    require: Callable[[torch.nn.Module], None] | None = None,
+    require: Sequence[Callable[[torch.nn.Module], None]] = (),
 ) -> None:
     """Return if no class has ignored where the schedule has its stages: a collective.
 
@@ -44,7 +44,7 @@ def require_all_layers(
         placement: of the stages.
         pp_group: its ranks.
         collective: around what waits for other ranks.
-        require: raises for a chunk that a technique cannot train.
+        require: raise for a chunk that a technique cannot train.
 
     Raises:
         ValueError: on all ranks, if a layer is missing, there twice or in another stage.
@@ -123,11 +123,11 @@ def _planned(model: torch.nn.Module, placement: Placement, stage: int) -> range 
 
 
 def _error(
-    model: torch.nn.Module, require: Callable[[torch.nn.Module], None] | None
+    model: torch.nn.Module, require: Sequence[Callable[[torch.nn.Module], None]]
 ) -> Exception | None:
     try:
-        if require is not None:
-            require(model)
+        for each in require:
+            each(model)
     except NotImplementedError as error:
         return NotImplementedError(str(error))  # to be sent, without its traceback
     for name, module in model.named_modules():

@@ -78,8 +78,9 @@ def prewarmed(executors: Executors, call: Call, config: Any, data: Data) -> Data
 
 
 def _obstacle(executors: Executors, config: Any) -> str | None:
-    if executors.lowered.calls is not None:
-        return 'an asynchronous schedule has no first microbatch of its own'
+    for why in (face.stays_alone for face in executors.faces):
+        if why is not None:
+            return why
     if executors.messages[0].shape is None:
         return 'shapes vary from microbatch to microbatch'
     if captured(config) is not None:

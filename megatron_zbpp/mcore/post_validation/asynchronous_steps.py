@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from megatron_zbpp.mcore.patches import older_weights
 from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.post_validation import late_step
 from megatron_zbpp.mcore.post_validation.annealed_rates import AnnealedRates
@@ -29,7 +28,6 @@ class AsynchronousSteps:
     def patches(self) -> Iterator[Patch]:
         """Yield what else is replaced."""
         yield from late_step.patches(self._endless)
-        yield from older_weights.patches(self._endless)
         yield from self._rates.patches()
 
     @property

@@ -20,7 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.patches.registry import Patch
-from megatron_zbpp.mcore.vocabulary import InputShard, OutputShard, gathered
+from megatron_zbpp.mcore.techniques.vocabulary_shards import InputShard, OutputShard, gathered
 from megatron_zbpp.techniques.composition import BOTH
 
 _PADDING = 128  # Megatron's default of --make-vocab-size-divisible-by
