@@ -21,6 +21,8 @@ from megatron_zbpp.runtime.channels import Message
 from megatron_zbpp.runtime.stage import RunTogether, Wrapper
 
 if TYPE_CHECKING:
+    from megatron_zbpp.ir import Schedule
+    from megatron_zbpp.runtime.endless import EndlessTraining
     from megatron_zbpp.runtime.executor import Executor
     from megatron_zbpp.runtime.tables import Tables
 
@@ -63,6 +65,11 @@ class Face:
     def __init__(self, session: Any) -> None:
         self.session = session
 
+    @property
+    def endless(self) -> EndlessTraining | None:
+        """The training whose pipeline never drains; None: each call drains."""
+        return None
+
     def patches(self) -> Iterator[Any]:
         """Yield the patches of Megatron, before models are built."""
         yield from ()
@@ -83,6 +90,13 @@ class Face:
     def fingerprint(self) -> Mapping[str, object]:
         """Return the values on which all ranks of a pipeline must agree."""
         return {}
+
+    def next_iteration(self) -> Any:
+        """Return the forwards of the next iteration; None: those of post-validation, if any."""
+
+    def announced(self, lowered: Lowered) -> Schedule:
+        """Return the schedule that the user is told of, before the first call."""
+        return lowered.schedule
 
     def drains(self, forward_only: bool) -> bool:
         """Return whether a synchronous schedule runs in this call; asked once a call."""

@@ -32,7 +32,6 @@ from megatron_zbpp.runtime.observe.measure import Figures, Iteration
 
 if TYPE_CHECKING:
     from megatron_zbpp.guests.side_work.side_work import SideWork
-    from megatron_zbpp.mcore.techniques.forwards_in_flight import ForwardsInFlight
 
 
 class Plugin:
@@ -54,7 +53,8 @@ class Plugin:
         self.session = Session(settings)
         ahead = ForwardsAhead(self.session)
         self._steps = stepping.Steps(self.session, ahead)
-        self._flight = _in_flight(self.session)
+        found = (face.next_iteration() for face in self.session.faces)
+        self._flight = next((each for each in found if each is not None), None)
         self._next = self._flight or ahead
         self._registry = Registry()
 
@@ -220,11 +220,3 @@ class Plugin:
 
     def __exit__(self, *_: object) -> None:
         self.disable()
-
-
-def _in_flight(session: Session) -> ForwardsInFlight | None:
-    if session.endless is None:
-        return None
-    from megatron_zbpp.mcore.techniques.forwards_in_flight import ForwardsInFlight
-
-    return ForwardsInFlight(session)

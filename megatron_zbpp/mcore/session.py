@@ -55,7 +55,6 @@ class Session:
         latest: the latest iteration of this rank.
         interval: the iterations of training since the last line of the log.
         announced: whether the user has been told what runs.
-        endless: the calls of an asynchronous schedule; None: it is none.
         compared: models whose layers the ranks have compared with the placement.
         edges: by the first chunk of a model, what its edges have, by what Megatron says.
         trained: models that have had their first iteration of training.
@@ -82,11 +81,6 @@ class Session:
         self.latest: Iteration | None = None
         self.interval = Interval()
         self.announced = False
-        self.endless: EndlessTraining | None = None
-        if self.programs.asynchronous:
-            from megatron_zbpp.runtime.endless import EndlessTraining
-
-            self.endless = EndlessTraining(settings.clip is None, settings.async_warmup_steps)
         self.compared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.trained: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._faces: dict[str, Face | None] = {}
@@ -115,6 +109,11 @@ class Session:
             self._faces[name] = face_of(name, self)
         found = (self._faces[name] for name in names)
         return tuple(sorted(filter(None, found), key=lambda face: face.nest))
+
+    @property
+    def endless(self) -> EndlessTraining | None:
+        """The training whose calls go on where the one before has left; None: each call drains."""
+        return next((face.endless for face in self.faces if face.endless is not None), None)
 
     def invite(self, guest: Guest) -> None:
         """Let a guest watch the training; it takes the place of another of its kind."""

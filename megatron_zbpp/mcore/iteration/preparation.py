@@ -109,7 +109,7 @@ def prepare(
     messages = [hop[0] for hop in hops]
     lowered = _agreed(session, faces, arguments, config, messages[0], groups.pp.size(), pipeline)
     if not arguments.forward_only and not session.announced:
-        _announce(session, lowered, one, config, models[0])
+        _announce(session, faces, lowered, one, config, models[0])
     reading = _reading(session, call)
     held = lowered.placement.stages(rank)
     _require_built(models, held, rank, one)
@@ -219,6 +219,7 @@ def _agreed(
 
 def _announce(
     session: Session,
+    faces: Sequence[Face],
     lowered: Lowered,
     one: Placement,
     config: Any,
@@ -227,14 +228,9 @@ def _announce(
     session.announced = True
     from megatron_zbpp.mcore.same_start.losses import losses_from_scratch
 
-    schedule = lowered.schedule
-    if session.endless is not None and lowered.calls is None:
-        sizes = schedule.num_ranks, schedule.num_microbatches
-        job_log.info(
-            '%d optimizer steps of %s before', session.settings.async_warmup_steps, schedule.name
-        )
-        schedule = session.programs.lowered(*sizes, forward_only=False).schedule
-    announce(schedule, config)
+    schedules = (face.announced(lowered) for face in faces)
+    others = (schedule for schedule in schedules if schedule is not lowered.schedule)
+    announce(next(others, lowered.schedule), config)
     job_log.info(losses_from_scratch(session.settings, one, config))
     chunk = cast(torch.nn.Module, unwrap_model(first_chunk))
 

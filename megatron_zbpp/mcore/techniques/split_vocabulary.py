@@ -332,7 +332,6 @@ class SplitVocabulary(Face):
 
     nest = 30
     comparable = False
-    no_hops = 'leave out --pipeline-vocab-parallel'
 
     def patches(self) -> Iterator[Patch]:
         programs = self.session.programs

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from megatron.core.utils import unwrap_model
 
+from megatron_zbpp.ir import Schedule
 from megatron_zbpp.mcore.faces import CallContext, Face, Wrap
 from megatron_zbpp.mcore.iteration.batch import NextIteration
 from megatron_zbpp.mcore.iteration.stages import ModelStage
@@ -19,6 +20,7 @@ from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.techniques import stashed_checkpoints
 from megatron_zbpp.mcore.techniques.forwards_in_flight import ForwardsInFlight
 from megatron_zbpp.mcore.techniques.weight_watch import require_seen
+from megatron_zbpp.runtime.endless import EndlessTraining
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.log import job_log
 from megatron_zbpp.runtime.stage import Backward, ForwardStep, MaybeTensor, StepOutput, Wrapper
@@ -139,33 +141,53 @@ class Updating(Face):
     """The pipeline never drains, and passes have older weights."""
 
     nest = 50  # weights are in place before anything else of a pass runs
-    no_hops = 'take a synchronous schedule'
-    takes_wide = True
     stays_alone = 'an asynchronous schedule has no first microbatch of its own'
 
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        settings = session.settings
+        self._endless = EndlessTraining(settings.clip is None, settings.async_warmup_steps)
+
+    @property
+    def endless(self) -> EndlessTraining:
+        return self._endless
+
+    def next_iteration(self) -> NextIteration:
+        return ForwardsInFlight(self.session)
+
     def patches(self) -> Iterator[Patch]:
-        return stashed_checkpoints.patches(self.session.endless)
+        return stashed_checkpoints.patches(self._endless)
 
     def refused(self, models: Sequence[torch.nn.Module]) -> Iterable[Refusal]:
         return with_versions(getattr(models[0], 'ddp_config', None))
 
     def drains(self, forward_only: bool) -> bool:
-        return not forward_only and self.session.endless.warms_up()
+        return not forward_only and self._endless.warms_up()
+
+    def announced(self, lowered: Lowered) -> Schedule:
+        schedule, session = lowered.schedule, self.session
+        if lowered.calls is not None:
+            return schedule
+        job_log.info(
+            '%d optimizer steps of %s before', session.settings.async_warmup_steps, schedule.name
+        )
+        sizes = schedule.num_ranks, schedule.num_microbatches
+        return session.programs.lowered(*sizes, forward_only=False).schedule
 
     def begin(self, context: CallContext) -> Wrap | None:
-        arguments, lowered = context.arguments, context.lowered
-        if arguments.forward_only:
-            self.session.endless.finish_step()  # an evaluation has the newest weights
-        if lowered.calls is None:
+        if context.arguments.forward_only:
+            self._endless.finish_step()  # an evaluation has the newest weights
+        if context.lowered.calls is None:
             return None
-        return maker(self.session, context.next_iteration, lowered, arguments.models, context.rank)
+        flight, models = context.next_iteration, context.arguments.models
+        return maker(self.session, flight, context.lowered, models, context.rank)
 
     def tables(self, context: CallContext, tables: Tables) -> Tables:
         assert context.lowered.calls is not None, 'else it is not at work'
-        return self.session.endless.next_tables(context.lowered.calls, context.rank)
+        return self._endless.next_tables(context.lowered.calls, context.rank)
 
     def enter(self, executor: Executor) -> None:
-        self.session.endless.enter(executor)
+        self._endless.enter(executor)
 
 
 FACE = Updating

@@ -83,7 +83,7 @@ ELSEWHERE = {
     ),
     'mcore/techniques/weight_watch.py BetweenCalls._compare': 'test_asynchronous_weights.py::'
     'test_what_a_program_changes_between_two_calls',
-    'mcore/iteration/asynchronous.py Unwritten.forward': 'test_asynchronous_weights.py::'
+    'mcore/techniques/weight_watch.py Unwritten.forward': 'test_asynchronous_weights.py::'
     'test_forwards_that_write_what_steps_would_read',
     'mcore/post_validation/stage_norm.py StageNorms._agree': 'test_asynchronous_weights.py::'
     'test_zeros_in_gradients_are_those_of_all_stages',
@@ -108,8 +108,8 @@ ELSEWHERE = {
     ),
     **dict.fromkeys(
         (
-            'mcore/iteration/asynchronous.py ForwardsInFlight.take',
-            'mcore/iteration/asynchronous.py ForwardsInFlight._require_free',
+            'mcore/techniques/forwards_in_flight.py ForwardsInFlight.take',
+            'mcore/techniques/forwards_in_flight.py ForwardsInFlight._require_free',
         ),
         'test_asynchronous_changes.py::test_data_that_forwards_in_flight_have_read',
     ),
