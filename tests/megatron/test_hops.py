@@ -54,7 +54,9 @@ def passing(base, wrong):
             if self.post_process:
                 return made
             delta = made[..., : made.shape[-1] // 2].double().tanh()
-            delta, count = (delta + self._left[0], self._left[1] + 1) if self._left else (delta, None)
+            delta, count = (
+                (delta + self._left[0], self._left[1] + 1) if self._left else (delta, None)
+            )
             return made, delta, torch.ones(1, dtype=torch.int64) if count is None else count
 
     return Passing
