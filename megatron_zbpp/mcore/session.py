@@ -41,27 +41,6 @@ if TYPE_CHECKING:
 class Session:
     """The state of one run on one rank.
 
-    Args:
-        settings: what was asked for.
-
-    Attributes:
-        settings: those.
-        programs: of the schedule, for each number of microbatches.
-        store: the weight gradients that wait for their W.
-        watchdog: ends this process if the pipeline no longer moves.
-        post_validation: of the optimizer steps, where that is asked for.
-        guests: watch the training, in this order; some fill the time in which this rank waits.
-        flags: of the program, that all ranks must have alike: compared before groups are made.
-        latest: the latest iteration of this rank.
-        interval: the iterations of training since the last line of the log.
-        announced: whether the user has been told what runs.
-        compared: models whose layers the ranks have compared with the placement.
-        edges: by the first chunk of a model, what its edges have, by what Megatron says.
-        trained: models that have had their first iteration of training.
-        pipelines: by the group of a replica's pipeline, that of the ranks that run one schedule.
-        chunks_asked_for: chunks of which the loop has asked whose data they read.
-        read_alike: values of forward_only whose first call's data are compared.
-
     Raises:
         ValueError: settings that make no sense.
     """
@@ -69,7 +48,7 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.programs = Programs(settings)
-        self.store = WeightGradStore()
+        self.store = WeightGradStore()  # the weight gradients that wait for their W
         self.watchdog = Watchdog(settings.watchdog_timeout or 0)
         if settings.watchdog_pause_timeout is not None:
             self.watchdog.limit_pauses(settings.watchdog_pause_timeout)
@@ -77,11 +56,14 @@ class Session:
         if settings.post_validation is not None:
             policy = EarlyStepPolicy(settings.post_validation)
             self.post_validation = PostValidation(policy, self.watchdog.collective, job_log.info)
+        # of the program, alike on all ranks: compared before groups are made
         self.flags: Mapping[str, object] = {}
-        self.latest: Iteration | None = None
-        self.interval = Interval()
-        self.announced = False
+        self.latest: Iteration | None = None  # of this rank
+        self.interval = Interval()  # iterations of training since the last line of the log
+        self.announced = False  # the user has been told of the schedule
+        # models whose layers the ranks have compared with the placement
         self.compared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        # models that have had their first iteration of training
         self.trained: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._faces: dict[str, Face | None] = {}
         self._activations: dict[torch.device, ActivationStore] = {}
@@ -90,11 +72,13 @@ class Session:
         self._beside: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         self._collectives: dict[tuple[dist.ProcessGroup, tuple], Collectives] = {}
         self._agreed: set[tuple] = set()
-        self.chunks_asked_for: set[int] = set()
-        self.read_alike: set[bool] = set()
+        self.chunks_asked_for: set[int] = set()  # the loop has asked whose data they read
+        self.read_alike: set[bool] = set()  # values of forward_only whose data are compared
+        # by the first chunk of a model: messages of its edges, by Megatron's own
         self.edges: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        # by the group of a replica's pipeline: the group of the ranks that run one schedule
         self.pipelines: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-        self.guests: list[Guest] = []
+        self.guests: list[Guest] = []  # asked in this order
         for guest in self.programs.guests:
             self.invite(guest)
 
@@ -148,19 +132,12 @@ class Session:
 
     def channels(
         self,
-        pp_group: dist.ProcessGroup,
-        placement: Placement,
-        device: torch.device,
-        shapes: bool,
+        pp_group: dist.ProcessGroup,  # the pipeline's
+        placement: Placement,  # of the stages
+        device: torch.device,  # where messages live
+        shapes: bool,  # whether they can tell shapes
     ) -> Channels:
-        """Return the channels of this rank between neighbouring stages; made once a group.
-
-        Args:
-            pp_group: the pipeline's.
-            placement: of the stages.
-            device: where messages live.
-            shapes: whether they can tell shapes.
-        """
+        """Return the channels of this rank between neighbouring stages; made once a group."""
         key = (pp_group, placement, shapes)
         if key not in self._channels:
             neighbours = itertools.chain(*map(itertools.pairwise, placement.routes))
@@ -179,11 +156,9 @@ class Session:
     def collectives(
         self, pp_group: dist.ProcessGroup, messages: Mapping[str, tuple[Message, ...]]
     ) -> Collectives:
-        """Return the collectives among the ranks of a pipeline; made once a group and its messages.
+        """Return the collectives among the ranks of a pipeline; made once a group and messages.
 
-        Args:
-            pp_group: the pipeline's.
-            messages: of each name that is broadcast or reduced, by slice; all on one device.
+        The messages of each name are by slice, all on one device.
         """
         from megatron_zbpp.runtime.collectives import Collectives
 
@@ -200,17 +175,11 @@ class Session:
 
     def activations(
         self,
-        device: torch.device,
-        pp_group: dist.ProcessGroup | None = None,
-        partners: frozenset[tuple[int, int]] = frozenset(),
+        device: torch.device,  # where they are
+        pp_group: dist.ProcessGroup | None = None,  # the pipeline's, where some go to other ranks
+        partners: frozenset[tuple[int, int]] = frozenset(),  # of it, who sends to whom
     ) -> ActivationStore:
-        """Return what moves activations of `device`; made once.
-
-        Args:
-            device: where they are.
-            pp_group: the pipeline's, where some go to other ranks.
-            partners: of it, who sends to whom.
-        """
+        """Return what moves activations of `device`; made once."""
         from megatron_zbpp.runtime.activations.store import ActivationStore
 
         if device not in self._activations:

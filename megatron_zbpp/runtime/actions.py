@@ -34,11 +34,6 @@ def reject_unsupported(
 ) -> None:
     """Raise unless each pass has an action, and each built-in action understands its messages.
 
-    Args:
-        program: of a rank.
-        moves_activations: whether passes that do so can run.
-        own: kinds that have actions of a technique.
-
     Raises:
         NotImplementedError: names the pass.
     """
@@ -74,10 +69,6 @@ def reject_collectives(program: Iterable[Instruction]) -> None:
 
 def reject_second_inputs(several: Iterable[Receive | Hand], own: Collection[str]) -> None:
     """Raise for a message to a built-in action that takes another one, too.
-
-    Args:
-        several: messages to passes that take more than one.
-        own: kinds that have actions of a technique.
 
     Raises:
         NotImplementedError: names the pass.

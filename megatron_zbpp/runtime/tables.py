@@ -15,15 +15,10 @@ from megatron_zbpp.runtime.kinds import done_by, last, whole
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """The tables of one rank's program; each is made when it is first asked for.
+    """The tables of one rank's program; each is made when it is first asked for."""
 
-    Attributes:
-        program: of the rank.
-        completes: whether gradients are complete behind the last passes.
-    """
-
-    program: Program
-    completes: bool = True
+    program: Program  # of the rank
+    completes: bool = True  # whether gradients are complete behind the last passes
 
     @functools.cached_property
     def passes(self) -> tuple[Pass, ...]:

@@ -53,22 +53,14 @@ Data = Sequence[Iterator | None]
 
 @dataclass(frozen=True)
 class Executors:
-    """Makes executors of the programs that the ranks have agreed upon.
+    """Makes executors of the programs that the ranks have agreed upon."""
 
-    Attributes:
-        session: whose schedule it is.
-        pipeline: the group of their ranks.
-        context: of the call.
-        faces: of the techniques at work in the call, the innermost first.
-        wraps: make the wrappers of stages, the innermost first.
-        edges: what a stage sends to the next one, where edges differ; none: `messages`.
-    """
-
-    session: Session
-    pipeline: torch.distributed.ProcessGroup
-    context: CallContext
-    faces: Sequence[Face]
-    wraps: Mapping[str, Wrap]
+    session: Session  # whose schedule it is
+    pipeline: torch.distributed.ProcessGroup  # the group of their ranks
+    context: CallContext  # of the call
+    faces: Sequence[Face]  # of the techniques at work in the call, the innermost first
+    wraps: Mapping[str, Wrap]  # make the wrappers of stages, the innermost first
+    # what a stage sends to the next one, where edges differ; none: `messages`
     edges: Mapping[int, tuple[Message, ...]] = field(default_factory=dict)
 
     @property
@@ -82,13 +74,7 @@ class Executors:
         return self.context.messages
 
     def executor(self, call: Call, data: Data, tables: Tables) -> Executor:
-        """Return what runs a call beside the other ranks.
-
-        Args:
-            call: what is asked for.
-            data: of the chunks.
-            tables: of the program of this rank.
-        """
+        """Return what runs a call beside the other ranks."""
         session, lowered, training = self.session, self.lowered, not call.arguments.forward_only
         stages = self._stages(call, data)
         varying = self.messages[0].shape is None
@@ -102,14 +88,7 @@ class Executors:
         )
 
     def alone(self, call: Call, data: Data, tables: Tables, nobody: Channels) -> Executor:
-        """Return what runs passes of this rank without the others, activations where they are.
-
-        Args:
-            call: what is asked for.
-            data: of the chunks.
-            tables: of the passes.
-            nobody: channels to no rank.
-        """
+        """Return what runs passes of this rank without the others, activations where they are."""
         return self._made(self._stages(call, data), tables, nobody)
 
     def _made(

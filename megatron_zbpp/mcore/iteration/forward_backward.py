@@ -24,12 +24,7 @@ _PIPELINED = (
 
 
 def patches(session: Session, next_iteration: NextIteration) -> Iterator[Patch]:
-    """Yield Megatron's two pipelined functions.
-
-    Args:
-        session: whose schedule runs.
-        next_iteration: asked before each iteration.
-    """
+    """Yield Megatron's two pipelined functions."""
 
     def ours(original: Callable) -> Callable:
         function = functools.partial(forward_backward, session, next_iteration, original)

@@ -30,18 +30,12 @@ _Told = tuple[tuple[tuple[int, ...], torch.dtype], ...] | None
 
 
 def with_hops(
-    executors: Executors,
-    chunks: Sequence[torch.nn.Module],
-    model: torch.nn.Module,
-    hops: Sequence[tuple[Message, ...]],
+    executors: Executors,  # those of one tensor of one shape
+    chunks: Sequence[torch.nn.Module],  # of this rank, unwrapped
+    model: torch.nn.Module,  # the first of them, as it is called
+    hops: Sequence[tuple[Message, ...]],  # what Megatron says that neighbours exchange, by slice
 ) -> Executors:
     """Return executors that know the edges: a model's first call of a size is a collective.
-
-    Args:
-        executors: those of one tensor of one shape.
-        chunks: of this rank, unwrapped.
-        model: the first of them, as it is called.
-        hops: what Megatron says that neighbours exchange, by slice.
 
     Raises:
         ValueError: neighbours do not agree; all ranks raise it, before any pass.

@@ -48,22 +48,15 @@ _CONFIG = (
 
 
 def agreement(
-    num_microbatches: int,
-    num_chunks: int,
-    message: Message,
-    forward_only: bool,
-    config: Any,
+    num_microbatches: int,  # m
+    num_chunks: int,  # of the model on this rank
+    message: Message,  # what neighbours exchange
+    forward_only: bool,  # whether this is an evaluation
+    config: Any,  # of the model
 ) -> dict[str, object]:
     """Return the fields of a call on which all ranks must agree, except for its schedule.
 
     From its name and m a release makes the same passes everywhere: they need not be compared.
-
-    Args:
-        num_microbatches: m.
-        num_chunks: of the model on this rank.
-        message: what neighbours exchange.
-        forward_only: whether this is an evaluation.
-        config: of the model.
     """
     return {
         'number of microbatches': num_microbatches,
@@ -85,14 +78,7 @@ def _layers(config: Any) -> object:
 def prepare(
     session: Session, next_iteration: NextIteration, arguments: Arguments, ranks_ahead: int = 0
 ) -> tuple[Batch, int]:
-    """Return a batch, and how many of its instructions come ahead.
-
-    Args:
-        session: whose schedule it is.
-        next_iteration: gives what its stages read.
-        arguments: of the call.
-        ranks_ahead: how many ranks of the chain go ahead.
-    """
+    """Return a batch, and how many of its instructions come ahead."""
     groups = arguments.pg_collection or compat.default_groups()
     models, programs = arguments.models, session.programs
     config = get_model_config(models[0])
@@ -272,11 +258,6 @@ def refuse_unsupported(
     config: Any, adjust_tensor_shapes_fn: Callable | None, found: Iterable[refusals.Refusal]
 ) -> None:
     """Raise for what would be silently wrong, with the cure.
-
-    Args:
-        config: of the model.
-        adjust_tensor_shapes_fn: of the call.
-        found: settings that are refused: see `preflight`.
 
     Raises:
         NotImplementedError: names the setting.

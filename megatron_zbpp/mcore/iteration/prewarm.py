@@ -43,12 +43,6 @@ _INTERRUPTED = f'{PASSES}; without them: {_CURE}'
 def prewarmed(executors: Executors, call: Call, config: Any, data: Data) -> Data:
     """Run each chunk of this rank once; return what gives the same data again.
 
-    Args:
-        executors: make what runs passes.
-        call: the first of a training.
-        config: of the model.
-        data: of the chunks.
-
     Raises:
         RuntimeError: a pass failed; with the cure.
         KeyboardInterrupt: one was interrupted; says so.

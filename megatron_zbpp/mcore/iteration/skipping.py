@@ -20,11 +20,7 @@ _TRAINING = 'megatron.training.training'
 
 
 def patches(next_iteration: NextIteration) -> Iterator[Patch]:
-    """Yield the function that reads the batches of an iteration that is left out.
-
-    Args:
-        next_iteration: holds forwards of that iteration which have run already.
-    """
+    """Yield the function that reads the batches of an iteration that is left out."""
     ours, users = functools.partial(_of_all_chunks, next_iteration), (f'{_TRAINING}:train',)
     yield Patch(_TRAINING, 'dummy_train_step', ours, users, late=True)
 

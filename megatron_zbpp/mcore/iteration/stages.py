@@ -37,26 +37,17 @@ _INNER = (
 
 @dataclass
 class Call:
-    """One call of a forward_backward function: its arguments, and what its forwards return.
+    """One call of a forward_backward function: its arguments, and what its forwards return."""
 
-    Attributes:
-        arguments: as Megatron passes them.
-        store: of the weight gradients.
-        cp_size: of the context-parallel group.
-        device: of this rank.
-        num_replicas: whose microbatches the passes count.
-        replays: whether forwards run twice, or before the step of the iteration before.
-        results: what the loss function returned, in microbatch order; filled on the loss rank.
-        num_tokens: sum over microbatches of what the loss function counted.
-    """
-
-    arguments: Arguments
-    store: WeightGradStore
-    cp_size: int
-    device: torch.device
-    num_replicas: int = 1
-    replays: bool = False
+    arguments: Arguments  # as Megatron passes them
+    store: WeightGradStore  # of the weight gradients
+    cp_size: int  # of the context-parallel group
+    device: torch.device  # of this rank
+    num_replicas: int = 1  # whose microbatches the passes count
+    replays: bool = False  # whether forwards run twice, or before the step of the iteration before
+    # what the loss function returned, in microbatch order; filled on the loss rank
     results: list[Any] = field(default_factory=list)
+    # sum over microbatches of what the loss function counted
     num_tokens: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:

@@ -129,10 +129,6 @@ def _undelayed(stages: list[ModelStage]) -> Iterator[None]:
 def require(models: Sequence[torch.nn.Module], forward_step_func: Callable) -> None:
     """Raise for what Megatron's combined step could not run.
 
-    Args:
-        models: the chunks of this rank, unwrapped.
-        forward_step_func: of the program.
-
     Raises:
         NotImplementedError: names what, and the cure.
     """

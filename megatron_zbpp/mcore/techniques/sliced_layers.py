@@ -44,19 +44,12 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.arbitrary)  # the latter by masks t
 
 
 class Slice(NamedTuple):
-    """A slice of a microbatch.
+    """A slice of a microbatch."""
 
-    Attributes:
-        microbatch: its number.
-        start: its first token, in the sequence.
-        end: the token behind its last one.
-        total: tokens of the sequence.
-    """
-
-    microbatch: int
-    start: int
-    end: int
-    total: int
+    microbatch: int  # its number
+    start: int  # its first token, in the sequence
+    end: int  # the token behind its last one
+    total: int  # tokens of the sequence
 
     @property
     def is_first(self) -> bool:
@@ -74,14 +67,10 @@ class Slice(NamedTuple):
 
 @dataclass(eq=False)
 class Rows:
-    """Keys, or values, of one microbatch in one layer: of all tokens so far.
+    """Keys, or values, of one microbatch in one layer: of all tokens so far."""
 
-    Attributes:
-        values: (sequence, ...); None before the first slice.
-        gradients: that later slices have left, of the same shape; None before the first backward.
-    """
-
-    values: torch.Tensor | None = None
+    values: torch.Tensor | None = None  # (sequence, ...); None before the first slice
+    # that later slices have left, of the same shape; None before the first backward
     gradients: torch.Tensor | None = None
 
 
@@ -169,18 +158,13 @@ class Kept:
 
 @dataclass(eq=False)
 class Running:
-    """The slice that runs in this process, for Megatron's layers to ask.
+    """The slice that runs in this process, for Megatron's layers to ask."""
 
-    Attributes:
-        part: the slice that runs; None: whole sequences do.
-        kept: of its stage.
-        model: the chunk of that stage, unwrapped; other models run whole.
-        additive: code of the loss functions that have been shown to be sums over tokens.
-    """
-
-    part: Slice | None = None
-    kept: Kept | None = None
+    part: Slice | None = None  # the slice that runs; None: whole sequences do
+    kept: Kept | None = None  # of its stage
+    # the chunk of that stage, unwrapped; other models run whole
     model: torch.nn.Module | None = None
+    # code of the loss functions that have been shown to be sums over tokens
     additive: set[object] = field(default_factory=set)
 
     @contextlib.contextmanager

@@ -50,13 +50,11 @@ _BESIDE = 16  # bytes of a row behind its hidden states: target and gradient, an
 _DROP = 'or leave out --pipeline-vocab-parallel'
 
 
-def exchanged(message: Message, shared: int) -> dict[str, Message]:
-    """Return the messages of collectives.
-
-    Args:
-        message: what neighbours exchange.
-        shared: ranks among which sequence parallelism shares out its rows.
-    """
+def exchanged(
+    message: Message,  # between neighbours
+    shared: int,  # ranks among which sequence parallelism shares out its rows
+) -> dict[str, Message]:
+    """Return the messages of collectives."""
     assert message.shape is not None, 'sequences of any length are refused'
     *rows, width = message.shape
     beside = _BESIDE // message.dtype.itemsize
@@ -93,15 +91,10 @@ def _unpacked(packed: torch.Tensor) -> _Tokens:
 
 
 class _Forward(NamedTuple):
-    """A microbatch of the last stage between F and B.
+    """A microbatch of the last stage between F and B."""
 
-    Attributes:
-        hidden: its output, with its graph.
-        weights: gradients of the losses of its rows, (sequence, micro batch, 1).
-    """
-
-    hidden: torch.Tensor
-    weights: torch.Tensor
+    hidden: torch.Tensor  # its output, with its graph
+    weights: torch.Tensor  # gradients of the losses of its rows, (sequence, micro batch, 1)
 
 
 class OutputWrapper(Wrapper):
@@ -296,10 +289,6 @@ def _own_part(gradient: torch.Tensor, count: int, group: dist.ProcessGroup) -> t
 
 def require(models: Sequence[torch.nn.Module], arguments: Arguments) -> None:
     """Raise for a model without shards, or a call for more than its losses.
-
-    Args:
-        models: chunks of this rank, unwrapped.
-        arguments: of the call.
 
     Raises:
         NotImplementedError: names what, and the cure.
