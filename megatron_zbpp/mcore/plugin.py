@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from megatron_zbpp.mcore import replicas
 from megatron_zbpp.mcore.iteration import forward_backward, skipping
-from megatron_zbpp.mcore.left_behind import isolated
 from megatron_zbpp.mcore.patches import (
     bridge_checkpoints,
     linear,
@@ -27,6 +26,7 @@ from megatron_zbpp.mcore.post_validation import split_step, stepping
 from megatron_zbpp.mcore.post_validation.next_iteration import ForwardsAhead
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.mcore.side_effects import isolated
 from megatron_zbpp.post_validation.protocol import PostValidation
 from megatron_zbpp.runtime.observe.measure import Figures, Iteration
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 
 from megatron_zbpp.analysis.program import Exchange, Hand, Instruction, Receive
-from megatron_zbpp.ir import BW, B, F, Pass
+from megatron_zbpp.ir import BW, B, F, Pass, chain
+from megatron_zbpp.ir.graph import R
 from megatron_zbpp.runtime.activations import moves
-from megatron_zbpp.runtime.kinds import RUN
 
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 Inputs = Mapping[str, Sequence[Tensors]]
@@ -26,7 +26,16 @@ Outputs = Mapping[str, Tensors]
 
 Action = Callable[[Pass, Inputs], Outputs]
 
+_PLAIN = chain(1)  # what each kind of pass does, whatever its stage
+RUN = (*_PLAIN.kinds, R)
 _TAKEN = {F: 'activation', B: 'gradient', BW: 'gradient'}  # what the built-in actions understand
+
+
+def done_by(p: Pass) -> tuple[str, ...]:
+    """Return kinds of the tasks that `p` does."""
+    if p.kind not in _PLAIN.kinds:
+        return (p.kind,)
+    return tuple(task.kind for task in _PLAIN.tasks(p.kind, 0))
 
 
 def reject_unsupported(

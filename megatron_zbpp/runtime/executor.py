@@ -23,6 +23,7 @@ from megatron_zbpp.runtime.actions import (
     Inputs,
     Outputs,
     Tensors,
+    done_by,
     reject_collectives,
     reject_second_inputs,
     reject_unsupported,
@@ -32,7 +33,6 @@ from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import Clock
 from megatron_zbpp.runtime.filler import Filler
 from megatron_zbpp.runtime.key import Key, key_of
-from megatron_zbpp.runtime.kinds import done_by
 from megatron_zbpp.runtime.messages import Awaited
 from megatron_zbpp.runtime.messages import messages as made_of
 from megatron_zbpp.runtime.observe.profiling import profiled

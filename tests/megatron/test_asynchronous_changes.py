@@ -83,7 +83,7 @@ BY = {'pipemare': PipeMareByFormula, 'wpipe': ByFormulaOfChunks}
 
 def draws() -> str:
     """What a checkpoint would have of random states."""
-    from megatron_zbpp.mcore.left_behind import random_states
+    from megatron_zbpp.mcore.side_effects import random_states
 
     host, device, tracked = random_states()
     found = [host, device, *(tracked[name] for name in sorted(tracked))]

@@ -341,7 +341,7 @@ def interrupted(argv, interrupts):
     import torch
 
     import megatron_zbpp
-    from megatron_zbpp.mcore.left_behind import random_states, same_states
+    from megatron_zbpp.mcore.side_effects import random_states, same_states
 
     args, said, done = pretrain_gpt.parse_args(argv), [], []
     original, step = WeightGradStore.run, pretrain_gpt.forward_step

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_zbpp.mcore import compat
-from megatron_zbpp.mcore.left_behind import random_states, set_random_states
+from megatron_zbpp.mcore.side_effects import random_states, set_random_states
 from megatron_zbpp.post_validation.watch import any_bits
 
 _Copies = list[tuple[torch.Tensor, torch.Tensor]]  # tensors, and what they were

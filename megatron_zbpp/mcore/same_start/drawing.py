@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore.left_behind import random_states, set_random_states
 from megatron_zbpp.mcore.same_start.order import Chains, Part
+from megatron_zbpp.mcore.side_effects import random_states, set_random_states
 from megatron_zbpp.runtime.compat import another_client, default_store
 
 Collective = Callable[[str], AbstractContextManager[None]]

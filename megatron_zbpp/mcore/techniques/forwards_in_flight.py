@@ -12,14 +12,14 @@ from megatron_zbpp.ir import Pass
 from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.iteration.arguments import Arguments, same
 from megatron_zbpp.mcore.iteration.batch import NextIteration
-from megatron_zbpp.mcore.left_behind import (
+from megatron_zbpp.mcore.session import Session
+from megatron_zbpp.mcore.side_effects import (
     emptied,
     random_states,
     same_states,
     set_random_states,
     show_losses,
 )
-from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.techniques.weight_watch import BetweenCalls, Unwritten
 from megatron_zbpp.post_validation.replay import ReplayIterator
 

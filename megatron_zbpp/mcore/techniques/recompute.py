@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_zbpp.ir.graph import R
-from megatron_zbpp.mcore import compat, left_behind
+from megatron_zbpp.mcore import compat, side_effects
 from megatron_zbpp.mcore.faces import CallContext, Face, Wrap
 from megatron_zbpp.mcore.iteration.stages import ModelStage, Read
 from megatron_zbpp.runtime.key import Key, key_of
@@ -27,13 +27,13 @@ class RecomputeWrapper(Wrapper):
         if forward.p.kind == R:
             states, items = self._begun.pop(key_of(forward.p))
             data = None if self.stage.data_iterator is None else iter(items)
-            logged = left_behind.emptied(compat.logged_mtp_losses())  # the first has been
-            with left_behind.drawing_again(states), logged:
+            logged = side_effects.emptied(compat.logged_mtp_losses())  # the first has been
+            with side_effects.drawing_again(states), logged:
                 return inner(forward._replace(data=data))
         if forward.saved:
             return inner(forward)
         read = None if forward.data is None else Read(forward.data)
-        states = left_behind.random_states()
+        states = side_effects.random_states()
         with torch.no_grad():
             made = inner(forward._replace(data=read))
         self._begun[key_of(forward.p)] = states, [] if read is None else read.items

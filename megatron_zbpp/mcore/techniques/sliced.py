@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import unwrap_model
 
 from megatron_zbpp.ir import F, Pass
-from megatron_zbpp.mcore import compat, left_behind, preflight
+from megatron_zbpp.mcore import compat, preflight, side_effects
 from megatron_zbpp.mcore.faces import CallContext, Face, Wrap
 from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.iteration.stages import ModelStage
@@ -172,7 +172,7 @@ class SliceWrapper(Wrapper):
             (whole, counts), *parts = [
                 _gradient(losses, loss_func, Slice(0, start, end, total)) for start, end in spans
             ]
-            with left_behind.put_back():
+            with side_effects.put_back():
                 depends = loss_func(losses)[0].requires_grad
         slices = torch.cat([gradient for gradient, _ in parts], 1)
         rounding = 16 * torch.finfo(whole.dtype).eps * whole.abs().max().item()
@@ -233,7 +233,7 @@ def _padded(losses: torch.Tensor, part: Slice) -> torch.Tensor:
 
 def _gradient(losses: torch.Tensor, loss_func: Any, part: Slice) -> tuple[torch.Tensor, list]:
     own = losses[:, part.start : part.end].clone().requires_grad_()
-    with left_behind.put_back():
+    with side_effects.put_back():
         loss, *counts, _ = loss_func(_padded(own, part))
     if not loss.requires_grad:
         return torch.zeros_like(own), list(map(int, counts))

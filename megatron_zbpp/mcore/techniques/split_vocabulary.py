@@ -10,6 +10,7 @@ gradients one microbatch later instead.)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -48,21 +49,6 @@ from megatron_zbpp.techniques.vocabulary.graph import GRADIENT, HIDDEN, STATISTI
 
 _BESIDE = 16  # bytes of a row behind its hidden states: target and gradient, and rows stay aligned
 _DROP = 'or leave out --pipeline-vocab-parallel'
-
-
-def exchanged(
-    message: Message,  # between neighbours
-    shared: int,  # ranks among which sequence parallelism shares out its rows
-) -> dict[str, Message]:
-    """Return the messages of collectives."""
-    assert message.shape is not None, 'sequences of any length are refused'
-    *rows, width = message.shape
-    beside = _BESIDE // message.dtype.itemsize
-    whole = (rows[0] * shared, *rows[1:], width)
-    return {
-        HIDDEN: Message((*rows, width + beside), message.dtype, message.device),
-        GRADIENT: Message(whole, message.dtype, message.device),
-    }
 
 
 def _packed(hidden: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -309,11 +295,17 @@ def require(models: Sequence[torch.nn.Module], arguments: Arguments) -> None:
 
 
 def exchanges(context: CallContext) -> dict[str, tuple[Message, ...]]:
-    """Return the messages of S's collectives by part of a sequence; see `exchanged`."""
+    """Return the messages of S's collectives, by part of a sequence."""
     config = get_model_config(context.chunks[-1])
     shared = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    found = [exchanged(message, shared) for message in context.messages]
-    return {name: tuple(each[name] for each in found) for name in found[0]}
+    hidden, gradients = [], []
+    for message in context.messages:
+        assert message.shape is not None, 'sequences of any length are refused'
+        rows, *micro_batch, width = message.shape
+        beside = _BESIDE // message.dtype.itemsize
+        hidden.append(replace(message, shape=(rows, *micro_batch, width + beside)))
+        gradients.append(replace(message, shape=(rows * shared, *micro_batch, width)))
+    return {HIDDEN: tuple(hidden), GRADIENT: tuple(gradients)}
 
 
 class SplitVocabulary(Face):
