@@ -9,7 +9,7 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from megatron_zbpp.mcore import replicas
-from megatron_zbpp.mcore.iteration import forward_backward, skipping
+from megatron_zbpp.mcore.iteration import forward_backward
 from megatron_zbpp.mcore.patches import (
     bridge_checkpoints,
     linear,
@@ -179,7 +179,6 @@ class Plugin:
         session = self.session
         return itertools.chain(
             forward_backward.patches(session, self._next),
-            skipping.patches(self._next),
             linear.patches(session.store),
             transformer_engine.patches(session.programs.splits),
             placement.patches(

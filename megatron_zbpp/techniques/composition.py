@@ -108,12 +108,7 @@ def techniques_of(schedule: Schedule) -> frozenset[str]:
 
 
 def techniques_of_family(family: Family, num_slices: int) -> frozenset[str]:
-    """Return the names of the techniques that a family's schedules have or can have.
-
-    Args:
-        family: by its declaration.
-        num_slices: of each sequence.
-    """
+    """Return the names of the techniques that a family's schedules of so many slices can have."""
     own = {
         SLICED: max(num_slices, family.default_slices) > 1,
         UPDATING: family.asynchronous,

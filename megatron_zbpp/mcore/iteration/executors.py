@@ -70,7 +70,7 @@ class Executors:
 
     @property
     def messages(self) -> Sequence[Message]:
-        """What neighbours exchange, by part of a sequence."""
+        """Messages between neighbours, by part of a sequence."""
         return self.context.messages
 
     def executor(self, call: Call, data: Data, tables: Tables) -> Executor:

@@ -88,9 +88,8 @@ def prepare(
     sizes = groups.cp.size(), _device(), programs.num_replicas
     call = Call(arguments, session.store, *sizes, programs.replays and not arguments.forward_only)
     faces = session.faces_of(programs.trained | programs.techniques(groups.pp.size()))
-    lengths = next(
-        filter(None, (face.lengths(arguments, config) for face in faces)), (arguments.seq_length,)
-    )
+    parts = (face.lengths(arguments, config) for face in faces)
+    lengths = next(filter(None, parts), (arguments.seq_length,))
     hops = [_messages(arguments, config, groups, call.device, length) for length in lengths]
     messages = [hop[0] for hop in hops]
     lowered = _agreed(session, faces, arguments, config, messages[0], groups.pp.size(), pipeline)
@@ -110,8 +109,7 @@ def prepare(
     for face in wraps:
         tables = face.tables(context, tables)
     named = {face.name: wrap for face, wrap in wraps.items()}
-    executors = Executors(session, pipeline, context, [*wraps], named)
-    executors = _with_hops(executors, models, hops)
+    executors = _with_hops(Executors(session, pipeline, context, [*wraps], named), models, hops)
     data = [next_iteration.replayed(iterator) for iterator in arguments.iterators]
     if not arguments.forward_only and models[0] not in session.trained:
         session.trained.add(models[0])

@@ -98,30 +98,16 @@ class Read:
 
 
 class ModelStage:
-    """One chunk of a Megatron model, within the wrappers of the schedule's techniques.
-
-    Args:
-        call: the call that it serves.
-        model: the chunk, wrapped as the user wrapped it.
-        data_iterator: the chunk's.
-        vp_stage: its index among the chunks of this rank; None where there is one.
-        is_last: whether it computes the loss.
-        wraps: make the wrappers, the innermost first, by the name of the technique.
-
-    Attributes, beside those:
-        config: of the model.
-        context: further arguments of Megatron's backward step.
-        delaying: what leaves weight gradients of Transformer Engine's modules to W.
-        wrappers: by the name of the technique.
-    """
+    """One chunk of a Megatron model, within the wrappers of the schedule's techniques."""
 
     def __init__(
         self,
-        call: Call,
-        model: torch.nn.Module,
-        data_iterator: Iterator | None,
-        vp_stage: int | None,
-        is_last: bool,
+        call: Call,  # the call that it serves
+        model: torch.nn.Module,  # the chunk, wrapped as the user wrapped it
+        data_iterator: Iterator | None,  # the chunk's
+        vp_stage: int | None,  # its index among the chunks of this rank; None where there is one
+        is_last: bool,  # whether it computes the loss
+        # make the wrappers, the innermost first, by the name of the technique
         wraps: Mapping[str, Callable[[ModelStage], Wrapper]] | None = None,
     ) -> None:
         self.call = call
@@ -130,7 +116,9 @@ class ModelStage:
         self.vp_stage = vp_stage
         self.is_last = is_last
         self.config = get_model_config(model)
+        # further arguments of Megatron's backward step
         self.context = compat.backward_arguments(model, self.config)
+        # leaves weight gradients of Transformer Engine's modules to W
         self.delaying = transformer_engine.Delaying(model, call.store)
         no_sync = self.config.no_sync_func  # one for all chunks, or a list of theirs
         if isinstance(no_sync, list | tuple):
