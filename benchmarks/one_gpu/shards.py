@@ -50,7 +50,7 @@ def rank_main(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace, device: torch.device) -> int:
     """Compare losses, time S, T and the whole layer on rank 0, and collectives on all."""
-    from megatron_zbpp.mcore import vocabulary
+    from megatron_zbpp.mcore.techniques import vocabulary_shards as vocabulary
 
     real, group, rank = device.type == 'cuda', dist.group.WORLD, dist.get_rank()
     kind = torch.bfloat16 if real else torch.float32
@@ -100,7 +100,7 @@ def _shard(rows: torch.Tensor, args: argparse.Namespace) -> Any:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_zbpp.mcore.vocabulary import OutputShard
+    from megatron_zbpp.mcore.techniques.vocabulary_shards import OutputShard
 
     config = TransformerConfig(
         num_layers=args.ranks,

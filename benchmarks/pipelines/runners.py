@@ -27,7 +27,7 @@ from benchmarks.pipelines import emulated
 from benchmarks.pipelines.emulated import LAYERS, SHAPE, EmulatedChunk, Meter, Store, Times
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.mcore.lowered import for_megatron
-from megatron_zbpp.mcore.patches import slices
+from megatron_zbpp.mcore.techniques import sliced_layers
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.techniques.updates.versions import updates_of
 
@@ -97,7 +97,7 @@ class EmulatedModel:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        with mock.patch.object(slices, '_models', lambda: (_CHUNK,)), _without_shim():
+        with mock.patch.object(sliced_layers, '_models', lambda: (_CHUNK,)), _without_shim():
             yield
 
 

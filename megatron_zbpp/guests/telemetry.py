@@ -26,7 +26,7 @@ from opentelemetry import propagate, trace
 from megatron_zbpp.guests.base import Guest, Run
 from megatron_zbpp.ir import B, F, Pass, Schedule
 from megatron_zbpp.runtime import compat
-from megatron_zbpp.runtime.kinds import done_by
+from megatron_zbpp.runtime.actions import done_by
 from megatron_zbpp.runtime.measure import Iteration
 
 PASSES, MESSAGES = 'microbatch', 'communication'  # groups of Megatron's

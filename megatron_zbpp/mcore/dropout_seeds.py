@@ -24,7 +24,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_zbpp.guests.base import Around, Guest, Run
 from megatron_zbpp.ir import Pass
-from megatron_zbpp.mcore.left_behind import random_states, set_random_states
+from megatron_zbpp.mcore.side_effects import random_states, set_random_states
 from megatron_zbpp.runtime.compat import another_client, default_store
 from megatron_zbpp.runtime.measure import Iteration
 

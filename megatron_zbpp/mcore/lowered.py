@@ -68,18 +68,13 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """A checked schedule as programs, in Megatron's ranks.
+    """A checked schedule as programs, in Megatron's ranks."""
 
-    Attributes:
-        schedule: as it was checked.
-        programs: of all ranks.
-        ahead: how many of its first passes each rank may run before an iteration begins.
-        calls: of an asynchronous schedule, which goes on from call to call; None: it is none.
-    """
-
-    schedule: Schedule
-    programs: tuple[Program, ...]
+    schedule: Schedule  # as it was checked
+    programs: tuple[Program, ...]  # of all ranks
+    # how many of its first passes each rank may run before an iteration begins
     ahead: tuple[int, ...]
+    # of an asynchronous schedule, which goes on from call to call; None: it is none
     calls: Calls | None = None
 
     @property
@@ -112,12 +107,7 @@ class Lowered:
 
     @functools.lru_cache(64)  # noqa: B019 - as many as ranks; they end with the session's programs
     def tables(self, rank: int, ranks_ahead: int) -> tuple[Tables, int]:
-        """Return the program of a rank with its tables, and how many instructions come ahead.
-
-        Args:
-            rank: in the pipeline.
-            ranks_ahead: how many ranks of the chain go ahead.
-        """
+        """Return the program of a rank with its tables, and how many instructions come ahead."""
         passes = passes_run_ahead(self.schedule, self.ahead, ranks_ahead) if ranks_ahead else set()
         first, rest = split(self.programs[rank], passes)
         return Tables(first + rest), len(first)

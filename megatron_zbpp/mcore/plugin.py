@@ -9,24 +9,22 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from megatron_zbpp.mcore import replicas
-from megatron_zbpp.mcore.iteration import forward_backward, skipping
+from megatron_zbpp.mcore.iteration import forward_backward
 from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.iteration.batch import Batch, NextIteration
 from megatron_zbpp.mcore.layers import linear, tied, transformer_engine
-from megatron_zbpp.mcore.left_behind import isolated
 from megatron_zbpp.mcore.optimizer import stepping
 from megatron_zbpp.mcore.patches import placement, training_loop
 from megatron_zbpp.mcore.patches.registry import Patch, Registry
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.mcore.side_effects import isolated
 from megatron_zbpp.mcore.start import part_patches
 from megatron_zbpp.post_validation.protocol import PostValidation
 from megatron_zbpp.runtime.measure import Figures, Iteration
 
 if TYPE_CHECKING:
     from megatron_zbpp.guests.side_work import SideWork
-    from megatron_zbpp.mcore.iteration.asynchronous import ForwardsInFlight
-    from megatron_zbpp.mcore.optimizer.next_iteration import ForwardsAhead
 
 
 class _NothingAhead(NextIteration):
@@ -65,14 +63,11 @@ class Plugin:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.session = Session(settings)
-        self._flight: ForwardsInFlight | None = None
-        self._next: _NothingAhead | ForwardsAhead | ForwardsInFlight = _NothingAhead()
+        flights = (face.next_iteration() for face in self.session.faces)
+        self._flight = next((each for each in flights if each is not None), None)
+        self._next = self._flight or _NothingAhead()
         early = None
-        if self.session.endless is not None:
-            from megatron_zbpp.mcore.iteration.asynchronous import ForwardsInFlight
-
-            self._next = self._flight = ForwardsInFlight(self.session)
-        elif self.session.post_validation is not None:
+        if self._flight is None and self.session.post_validation is not None:
             from megatron_zbpp.mcore.optimizer.early_steps import EarlySteps
             from megatron_zbpp.mcore.optimizer.next_iteration import ForwardsAhead
 
@@ -199,7 +194,6 @@ class Plugin:
         session = self.session
         return itertools.chain(
             forward_backward.patches(session, self._next),
-            skipping.patches(self._next),
             linear.patches(session.store),
             transformer_engine.patches(session.programs.splits),
             placement.patches(
@@ -210,8 +204,7 @@ class Plugin:
             ),
             tied.patches(session.programs.placement),
             part_patches.patches(session),
-            _of_slices(session),
-            _of_vocabulary(session),
+            *(face.patches() for face in session.faces),
             training_loop.patches(session),
             stepping.patches(self._steps),
         )
@@ -237,20 +230,3 @@ class Plugin:
 
     def __exit__(self, *_: object) -> None:
         self.disable()
-
-
-def _of_slices(session: Session) -> Iterator[Patch]:
-    if session.programs.num_slices > 1:
-        from megatron_zbpp.mcore.patches import slices
-
-        yield from slices.patches(session.slicing)
-
-
-def _of_vocabulary(session: Session) -> Iterator[Patch]:
-    if session.programs.shards_vocabulary:
-        from megatron_zbpp.mcore.patches import vocabulary
-
-        programs = session.programs
-        yield from vocabulary.patches(
-            programs.num_chunks, session.collective, programs.shards_embedding
-        )

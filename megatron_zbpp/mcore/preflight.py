@@ -7,6 +7,7 @@ The flags, `zbpp doctor`, Megatron Bridge and each first call of a size ask, of 
 from __future__ import annotations
 
 from collections.abc import Collection
+from pkgutil import resolve_name
 from typing import Any
 
 from megatron_zbpp.emulation import cpu, te
@@ -64,8 +65,7 @@ def with_slices(
     """
     if not isinstance(settings.sliced, ToFind) or not counts:
         return settings, ''
-    from megatron_zbpp.mcore.slice_choice import settled
-
+    settled = resolve_name('megatron_zbpp.mcore.techniques.slice_choice:settled')
     return settled(settings, model, num_ranks, counts)
 
 

@@ -10,11 +10,7 @@ from megatron_zbpp.mcore.lowered import Lowered, Size
 
 
 class ProgramsAhead:
-    """Makes the programs between the least and the most microbatches so far, the nearest first.
-
-    Args:
-        cache: that keeps them, as far as it has room.
-    """
+    """Makes the programs between the least and the most microbatches so far, the nearest first."""
 
     def __init__(self, cache: ProgramCache) -> None:
         self._cache = cache
@@ -25,13 +21,7 @@ class ProgramsAhead:
         self._thread: threading.Thread | None = None
 
     def follow(self, size: Size, recent: Iterable[int], num_passes: int) -> None:
-        """Make what lies near a size, from now on.
-
-        Args:
-            size: of the call that begins.
-            recent: microbatches of this call and of those before it.
-            num_passes: of its programs.
-        """
+        """Make what lies near a size, from now on."""
         rest, m = size._replace(num_microbatches=0), size.num_microbatches
         counts = [*recent, *self._ends.get(rest, ())]
         self._ends[rest] = least, most = min(counts), max(counts)

@@ -17,10 +17,15 @@ from megatron_zbpp.mcore.program_cache import ProgramCache
 from megatron_zbpp.mcore.settings import AUTO, Settings
 from megatron_zbpp.runtime.guard import agreement
 from megatron_zbpp.schedules import build, checked_chunks, find
+from megatron_zbpp.techniques import added, placed_in_turn
 from megatron_zbpp.techniques import find as find_technique
-from megatron_zbpp.techniques import placed_in_turn
 from megatron_zbpp.techniques.amounts import ALL
-from megatron_zbpp.techniques.composition import BOTH, EMBEDDING, VOCABULARY, techniques_of
+from megatron_zbpp.techniques.composition import (
+    LAYERS_OF,
+    OVERLAP,
+    techniques_of,
+    techniques_of_family,
+)
 from megatron_zbpp.techniques.slices.sizes import Slices, ToFind, cuts_of, number_of, sizes_of
 
 _SOME = 2  # slices, where it does not matter how many
@@ -61,8 +66,7 @@ class Programs:
         cache: programs by their sizes.
         together: whether pairs of F and BW are to run as one.
         varying: whether a forward's message may have any shape.
-        shards_vocabulary: whether the output layer is on all ranks.
-        shards_embedding: whether the word embedding is, too.
+        added: techniques without an amount that are put into the schedule, in their order.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -86,8 +90,7 @@ class Programs:
         self._amounts, self._freeze = settings.amounts, settings.freeze_plan
         for name, amount in self._amounts.items():
             find_technique(name).require(amount, self.num_chunks)
-        self.shards_vocabulary = settings.vocab_parallel is not None
-        self.shards_embedding = settings.vocab_parallel == BOTH
+        self.added = LAYERS_OF[settings.vocab_parallel]
         self._receives = settings.message_receives
         self._early = settings.post_validation is not None
         self._measured: Costs | None = None
@@ -104,8 +107,7 @@ class Programs:
         more = ''.join(f', {name} {amount}' for name, amount in self._amounts.items())
         more += f', receives {self._receives}' if self._receives != LATE else ''
         more += f', clipping {self._settings.clip}' if self._settings.clip else ''
-        more += ', output layer on all ranks' if self.shards_vocabulary else ''
-        more += ' with the embedding' if self.shards_embedding else ''
+        more += ''.join(f', {name}' for name in self.added)
         if self._freeze is not None:
             more += f', freezing {agreement.digest(self._freeze.to_json())}'
         if isinstance(self.source, Schedule):
@@ -181,14 +183,9 @@ class Programs:
         return self._with_techniques(self._plain(num_ranks, num_microbatches), copies=False)
 
     def _with_techniques(self, schedule: Schedule, copies: bool = True) -> Schedule:
-        if self.shards_vocabulary and VOCABULARY not in techniques_of(schedule):
-            from megatron_zbpp.techniques.vocabulary.place import with_shards
-
-            schedule = with_shards(schedule)
-        if self.shards_embedding and EMBEDDING not in techniques_of(schedule):
-            from megatron_zbpp.techniques.vocabulary.place import with_embedding
-
-            schedule = with_embedding(schedule)
+        for name in self.added:
+            if name not in techniques_of(schedule):
+                schedule = added(name)(schedule)
         for technique in placed_in_turn(map(find_technique, self._amounts)):
             if technique.moves and not copies:
                 continue
@@ -270,6 +267,16 @@ class Programs:
     def techniques(self, num_ranks: int) -> frozenset[str]:
         """Return the names of the techniques that the schedule has."""
         return self._parts(num_ranks).techniques
+
+    @functools.cached_property
+    def trained(self) -> frozenset[str]:
+        """Names of the techniques that the schedule has, or may have, whatever its size."""
+        source = self.source
+        if isinstance(source, Schedule):
+            overlaps = {OVERLAP} if source.together else set()
+            return techniques_of(source).union(self.added, self._amounts, overlaps)
+        own = techniques_of_family(find(self._family(True)), source.num_slices)
+        return own.union(self.added, self._amounts)
 
     @property
     def seeded(self) -> bool:

@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 def require_pairs(programs: Programs, size: int) -> None:
     """Return if replicas can be shared out.
 
-    Args:
-        programs: of the schedule.
-        size: data-parallel replicas.
-
     Raises:
         ValueError: they cannot.
     """
@@ -37,10 +33,6 @@ def require_pairs(programs: Programs, size: int) -> None:
 
 def pipeline(session: Session, groups: ProcessGroupCollection) -> dist.ProcessGroup:
     """Return the group of the ranks that run one schedule; made once, by all ranks in one order.
-
-    Args:
-        session: whose schedule it is.
-        groups: of this rank.
 
     Raises:
         ValueError: the number of replicas is odd, the loop never asked whose data a chunk reads,
@@ -89,12 +81,7 @@ def _reads_unasked(session: Session, pipeline: dist.ProcessGroup) -> bool:
 
 
 def data_parallel_rank(session: Session, chunk: int) -> int:
-    """Return the data-parallel rank whose data a chunk of this rank reads.
-
-    Args:
-        session: whose schedule runs.
-        chunk: its index among the chunks of this rank.
-    """
+    """Return the data-parallel rank whose data a chunk of this rank reads."""
     programs = session.programs
     session.chunks_asked_for.add(chunk)
     replica = dist.get_rank(cast(dist.ProcessGroup, parallel_state.get_data_parallel_group()))

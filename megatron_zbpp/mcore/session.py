@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_zbpp.guests.base import Guest
 from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.mcore.faces import Face, face_of
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import STAGE, Settings
 from megatron_zbpp.post_validation.protocol import EarlyStepPolicy, PostValidation
@@ -30,7 +31,6 @@ from megatron_zbpp.runtime.measure import Figures, Interval, Iteration
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 if TYPE_CHECKING:
-    from megatron_zbpp.mcore.slicing import Running
     from megatron_zbpp.runtime.activations.store import ActivationStore
     from megatron_zbpp.runtime.collectives import Collectives
     from megatron_zbpp.runtime.endless import EndlessTraining
@@ -39,28 +39,6 @@ if TYPE_CHECKING:
 class Session:
     """The state of one run on one rank.
 
-    Args:
-        settings: what was asked for.
-
-    Attributes:
-        settings: those.
-        programs: of the schedule, for each number of microbatches.
-        store: the weight gradients that wait for their W.
-        watchdog: ends this process if the pipeline no longer moves.
-        post_validation: of the optimizer steps, where that is asked for.
-        guests: watch the training, in this order; some fill the time in which this rank waits.
-        flags: of the program, that all ranks must have alike: compared before groups are made.
-        latest: the latest iteration of this rank.
-        interval: the iterations of training since the last line of the log.
-        announced: whether the user has been told what runs.
-        endless: the calls of an asynchronous schedule; None: it is none.
-        compared: models whose layers the ranks have compared with the placement.
-        edges: by the first chunk of a model, what its edges have, by what Megatron says.
-        trained: models that have had their first iteration of training.
-        pipelines: by the group of a replica's pipeline, that of the ranks that run one schedule.
-        chunks_asked_for: chunks of which the loop has asked whose data they read.
-        read_alike: values of forward_only whose first call's data are compared.
-
     Raises:
         ValueError: settings that make no sense.
     """
@@ -68,7 +46,7 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.programs = Programs(settings)
-        self.store = WeightGradStore()
+        self.store = WeightGradStore()  # the weight gradients that wait for their W
         self.watchdog = Watchdog(settings.watchdog_timeout or 0)
         if settings.watchdog_pause_timeout is not None:
             self.watchdog.limit_pauses(settings.watchdog_pause_timeout)
@@ -76,37 +54,48 @@ class Session:
         if settings.post_validation is not None:
             policy = EarlyStepPolicy(settings.post_validation)
             self.post_validation = PostValidation(policy, self.watchdog.collective, job_log.info)
+        # of the program, alike on all ranks: compared before groups are made
         self.flags: Mapping[str, object] = {}
-        self.latest: Iteration | None = None
-        self.interval = Interval()
-        self.announced = False
-        self.endless: EndlessTraining | None = None
-        if self.programs.asynchronous:
-            from megatron_zbpp.runtime.endless import EndlessTraining
-
-            self.endless = EndlessTraining(settings.clip is None, settings.async_warmup_steps)
+        self.latest: Iteration | None = None  # of this rank
+        self.interval = Interval()  # iterations of training since the last line of the log
+        self.announced = False  # the user has been told of the schedule
+        # models whose layers the ranks have compared with the placement
         self.compared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        # models that have had their first iteration of training
         self.trained: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._faces: dict[str, Face | None] = {}
         self._activations: dict[torch.device, ActivationStore] = {}
         self._channels: dict[tuple[dist.ProcessGroup, Placement, bool], Channels] = {}
         self._between_partners: dict[tuple[dist.ProcessGroup, frozenset], Channels] = {}
         self._beside: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         self._collectives: dict[tuple[dist.ProcessGroup, tuple], Collectives] = {}
         self._agreed: set[tuple] = set()
-        self.chunks_asked_for: set[int] = set()
-        self.read_alike: set[bool] = set()
+        self.chunks_asked_for: set[int] = set()  # the loop has asked whose data they read
+        self.read_alike: set[bool] = set()  # values of forward_only whose data are compared
+        # by the first chunk of a model: messages of its edges, by Megatron's own
         self.edges: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        # by the group of a replica's pipeline: the group of the ranks that run one schedule
         self.pipelines: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-        self.guests: list[Guest] = []
+        self.guests: list[Guest] = []  # asked in this order
         for guest in self.programs.guests:
             self.invite(guest)
 
     @functools.cached_property
-    def slicing(self) -> Running:
-        """The slice of a sequence that runs, for Megatron's layers to ask."""
-        from megatron_zbpp.mcore.slicing import Running
+    def faces(self) -> tuple[Face, ...]:
+        """Faces of the techniques that are known before the number of ranks is."""
+        return self.faces_of(self.programs.trained)
 
-        return Running()
+    def faces_of(self, names: Iterable[str]) -> tuple[Face, ...]:
+        """Return the faces of these techniques, the innermost first; each is made once."""
+        for name in {*names} - self._faces.keys():
+            self._faces[name] = face_of(name, self)
+        found = (self._faces[name] for name in names)
+        return tuple(sorted(filter(None, found), key=lambda face: face.nest))
+
+    @property
+    def endless(self) -> EndlessTraining | None:
+        """The training whose calls go on where the one before has left; None: each call drains."""
+        return next((face.endless for face in self.faces if face.endless is not None), None)
 
     def invite(self, guest: Guest) -> None:
         """Let a guest watch the training; it takes the place of another of its kind."""
@@ -141,19 +130,12 @@ class Session:
 
     def channels(
         self,
-        pp_group: dist.ProcessGroup,
-        placement: Placement,
-        device: torch.device,
-        shapes: bool,
+        pp_group: dist.ProcessGroup,  # the pipeline's
+        placement: Placement,  # of the stages
+        device: torch.device,  # where messages live
+        shapes: bool,  # whether they can tell shapes
     ) -> Channels:
-        """Return the channels of this rank between neighbouring stages; made once a group.
-
-        Args:
-            pp_group: the pipeline's.
-            placement: of the stages.
-            device: where messages live.
-            shapes: whether they can tell shapes.
-        """
+        """Return the channels of this rank between neighbouring stages; made once a group."""
         key = (pp_group, placement, shapes)
         if key not in self._channels:
             neighbours = itertools.chain(*map(itertools.pairwise, placement.routes))
@@ -172,11 +154,9 @@ class Session:
     def collectives(
         self, pp_group: dist.ProcessGroup, messages: Mapping[str, tuple[Message, ...]]
     ) -> Collectives:
-        """Return the collectives among the ranks of a pipeline; made once a group and its messages.
+        """Return the collectives among the ranks of a pipeline; made once a group and messages.
 
-        Args:
-            pp_group: the pipeline's.
-            messages: of each name that is broadcast or reduced, by slice; all on one device.
+        The messages of each name are by slice, all on one device.
         """
         from megatron_zbpp.runtime.collectives import Collectives
 
@@ -193,17 +173,11 @@ class Session:
 
     def activations(
         self,
-        device: torch.device,
-        pp_group: dist.ProcessGroup | None = None,
-        partners: frozenset[tuple[int, int]] = frozenset(),
+        device: torch.device,  # where they are
+        pp_group: dist.ProcessGroup | None = None,  # the pipeline's, where some go to other ranks
+        partners: frozenset[tuple[int, int]] = frozenset(),  # of it, who sends to whom
     ) -> ActivationStore:
-        """Return what moves activations of `device`; made once.
-
-        Args:
-            device: where they are.
-            pp_group: the pipeline's, where some go to other ranks.
-            partners: of it, who sends to whom.
-        """
+        """Return what moves activations of `device`; made once."""
         from megatron_zbpp.runtime.activations.store import ActivationStore
 
         if device not in self._activations:

@@ -90,7 +90,7 @@ def summarise(session: Session) -> Summary | None:
             measured = interval.latest.gather().timeline
     taken, back = map(max, zip(*steps, strict=True))
     seconds, rival = (None, None) if measured is None else _simulated(measured, session.overlaps)
-    if session.programs.shards_vocabulary:
+    if not all(face.comparable for face in session.faces):
         rival = None
     mean = interval.idle / interval.iterations
     found = taken if early else None

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 
 from megatron_zbpp.analysis.program import Exchange, Hand, Instruction, Receive
-from megatron_zbpp.ir import BW, B, F, Pass
+from megatron_zbpp.ir import BW, B, F, Pass, chain
+from megatron_zbpp.ir.graph import R
 from megatron_zbpp.runtime.activations import moves
-from megatron_zbpp.runtime.kinds import RUN
 
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 Inputs = Mapping[str, Sequence[Tensors]]
@@ -26,18 +26,22 @@ Outputs = Mapping[str, Tensors]
 
 Action = Callable[[Pass, Inputs], Outputs]
 
+_PLAIN = chain(1)  # what each kind of pass does, whatever its stage
+RUN = (*_PLAIN.kinds, R)
 _TAKEN = {F: 'activation', B: 'gradient', BW: 'gradient'}  # what the built-in actions understand
+
+
+def done_by(p: Pass) -> tuple[str, ...]:
+    """Return kinds of the tasks that `p` does."""
+    if p.kind not in _PLAIN.kinds:
+        return (p.kind,)
+    return tuple(task.kind for task in _PLAIN.tasks(p.kind, 0))
 
 
 def reject_unsupported(
     program: Iterable[Instruction], moves_activations: bool, own: Collection[str]
 ) -> None:
     """Raise unless each pass has an action, and each built-in action understands its messages.
-
-    Args:
-        program: of a rank.
-        moves_activations: whether passes that do so can run.
-        own: kinds that have actions of a technique.
 
     Raises:
         NotImplementedError: names the pass.
@@ -74,10 +78,6 @@ def reject_collectives(program: Iterable[Instruction]) -> None:
 
 def reject_second_inputs(several: Iterable[Receive | Hand], own: Collection[str]) -> None:
     """Raise for a message to a built-in action that takes another one, too.
-
-    Args:
-        several: messages to passes that take more than one.
-        own: kinds that have actions of a technique.
 
     Raises:
         NotImplementedError: names the pass.

@@ -33,19 +33,13 @@ _Job = Callable[[], 'Pending']
 
 
 class Pending:
-    """A collective that has begun.
-
-    Args:
-        tensors: that it fills; of a gather by pipeline rank.
-        work: of the backend.
-        finish: makes the result of them.
-    """
+    """A collective that has begun."""
 
     def __init__(
         self,
-        tensors: Sequence[torch.Tensor],
-        work: dist.Work,
-        finish: Callable[[Sequence[torch.Tensor]], Found],
+        tensors: Sequence[torch.Tensor],  # that it fills; of a gather by pipeline rank
+        work: dist.Work,  # of the backend
+        finish: Callable[[Sequence[torch.Tensor]], Found],  # makes the result of them
     ) -> None:
         self._tensors, self._work, self._finish = tensors, work, finish
 
@@ -57,15 +51,10 @@ class Pending:
 
 
 class Result(NamedTuple):
-    """The result of a collective, for one pass.
+    """The result of a collective, for one pass."""
 
-    Attributes:
-        found: waits for it.
-        several: whether there is one of each rank.
-    """
-
-    found: Callable[[], Found]
-    several: bool
+    found: Callable[[], Found]  # waits for it
+    several: bool  # whether there is one of each rank
 
     def wait(self) -> Tensors:
         """Return the one tensor, or those of all ranks, once they are there."""

@@ -23,6 +23,7 @@ from megatron_zbpp.runtime.actions import (
     Inputs,
     Outputs,
     Tensors,
+    done_by,
     reject_collectives,
     reject_second_inputs,
     reject_unsupported,
@@ -31,7 +32,6 @@ from megatron_zbpp.runtime.activations.moves import Moves
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import Clock, Filler, Record, profiled
 from megatron_zbpp.runtime.key import Key, key_of
-from megatron_zbpp.runtime.kinds import done_by
 from megatron_zbpp.runtime.messages import Awaited
 from megatron_zbpp.runtime.messages import messages as made_of
 from megatron_zbpp.runtime.stage import Backward, Forward, RunTogether, Stage
@@ -64,22 +64,6 @@ class _Handed(NamedTuple):
 class Executor:
     """Runs one iteration of `program` on this rank.
 
-    Args:
-        program: this rank's passes, sends and receives.
-        stages: the stages that this rank holds.
-        channels: to its neighbours.
-        message: what neighbours exchange; by slice, where sequences are sliced.
-        store: where layers leave their weight gradients.
-        clock: times the passes.
-        named: makes the range around a pass in profiles.
-        activations: moves what passes have saved, where the program says so.
-        side: what this rank does while it waits.
-        together: runs a forward and a backward that the program joins; None: one after the other.
-        tables: of the program, where they are made already.
-        actions: of kinds of passes that are not built in, or in place of those that are.
-        messages: of names that differ from `message`; a tuple of them is sent as one.
-        collectives: with the other ranks, where the program has some.
-
     Attributes:
         record: what has been done so far. This and the next two are what a watchdog reads, from
             another thread: plain values, without a lock.
@@ -91,20 +75,26 @@ class Executor:
 
     def __init__(
         self,
-        program: Program,
-        stages: Mapping[int, Stage],
-        channels: Channels,
+        program: Program,  # this rank's passes, sends and receives
+        stages: Mapping[int, Stage],  # the stages that this rank holds
+        channels: Channels,  # to its neighbours
+        # what neighbours exchange; by slice, where sequences are sliced
         message: Message | Sequence[Message],
-        store: WeightGradStore,
-        clock: Clock,
+        store: WeightGradStore,  # where layers leave their weight gradients
+        clock: Clock,  # times the passes
+        # makes the range around a pass in profiles
         named: Callable[[Pass], AbstractContextManager] = profiled,
+        # moves what passes have saved, where the program says so
         activations: ActivationStore | None = None,
-        side: Filler | None = None,
+        side: Filler | None = None,  # what this rank does while it waits
+        # runs a forward and a backward that the program joins; None: one after the other
         together: RunTogether | None = None,
-        tables: Tables | None = None,
+        tables: Tables | None = None,  # of the program, where they are made already
+        # of kinds of passes that are not built in, or in place of those that are
         actions: Mapping[str, Action] | None = None,
+        # of names that differ from `message`; a tuple of them is sent as one
         messages: Mapping[str, Message | tuple[Message, ...]] | None = None,
-        collectives: Collectives | None = None,
+        collectives: Collectives | None = None,  # with the other ranks, where the program has some
     ) -> None:
         self.program = program
         self.channels = channels

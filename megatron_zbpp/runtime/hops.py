@@ -26,12 +26,7 @@ def with_gradients(hop: Hop) -> Hop:
 
 
 class ByEdge(ByName):
-    """Messages of fixed shapes that each edge has of its own.
-
-    Args:
-        channels: to the neighbours.
-        edges: what is exchanged. A hop of one is a tensor, others are tuples.
-    """
+    """Messages of fixed shapes that each edge has of its own: tuples, of one tensor the tensor."""
 
     def __init__(self, channels: Channels, edges: Edges) -> None:
         super().__init__(channels, next(iter(edges.values()))[0], {})
@@ -47,12 +42,7 @@ class ByEdge(ByName):
 
 
 class HopExecutor(Executor):
-    """An executor whose stages take and give what each edge has.
-
-    Args:
-        edges: see `ByEdge`.
-        arguments, options: of `Executor`.
-    """
+    """An executor whose stages take and give what each edge has."""
 
     def __init__(self, edges: Edges, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

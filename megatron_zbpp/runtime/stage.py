@@ -1,10 +1,10 @@
-"""The protocol of a stage: what the executor asks of it, and of two of its passes run as one."""
+"""Protocols of a stage, of an overlapped F and B, and of the wrappers around a stage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -66,3 +66,60 @@ class Backward(NamedTuple):
 
 RunTogether = Callable[[Forward, Backward], tuple[torch.Tensor, MaybeTensor]]
 """Runs both as one; returns what each would."""
+
+
+class ForwardStep(NamedTuple):
+    """Arguments of one forward of a model: of F, or of R, which runs it again."""
+
+    p: Pass
+    received: Any
+    data: Iterator | None  # read by the program's forward_step
+    results: list[Any]  # gets the results of the loss function
+    saved: bool = True  # False: the forward's graph is left out, and R runs it again
+
+
+class ProgramOutput(NamedTuple):
+    """Results of one call of the program's forward_step."""
+
+    output: Any
+    loss: Any  # the loss function that this pass applies
+    whole: Any  # the program's loss function, of the whole microbatch
+
+
+StepOutput = tuple[Any, Any]
+"""Output of a forward, and the tokens that its loss function has counted."""
+
+
+class Wrapper:
+    """Work of a technique in the passes of one stage.
+
+    Each method runs around the same method of the next wrapper within, at last of the stage itself.
+    """
+
+    shared: Set[int] = frozenset()  # addresses of the memory that several passes save
+    asks_gradients = False  # within forwards, of the loss function
+
+    def __init__(self, stage: Any) -> None:
+        self.stage = stage
+
+    def reads(self, p: Pass, data: Iterator | None) -> Iterator | None:
+        """Return the iterator that F reads; R gets the items that its F has read."""
+        return data
+
+    def step(self, forward: ForwardStep, inner: Callable[[ForwardStep], StepOutput]) -> StepOutput:
+        """Run one forward, of F or of R."""
+        return inner(forward)
+
+    def call(
+        self, p: Pass, data: Iterator | None, model: Any, inner: Callable[..., ProgramOutput]
+    ) -> ProgramOutput:
+        """Call the program's forward_step, within Megatron's."""
+        return inner(p, data, model)
+
+    def backward(self, backward: Backward, inner: Callable[[Backward], Any]) -> Any:
+        """Run B."""
+        return inner(backward)
+
+    def release(self, output: Any, inner: Callable[[Any], None]) -> None:
+        """Release the data of an output."""
+        inner(output)

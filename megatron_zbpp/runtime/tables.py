@@ -3,27 +3,49 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from megatron_zbpp.analysis.program import Exchange, Hand, Join, Program, Receive
 from megatron_zbpp.ir import B, Pass, Together, W
 from megatron_zbpp.ir.graph import R
+from megatron_zbpp.runtime.actions import done_by
 from megatron_zbpp.runtime.activations.moves import Moving
 from megatron_zbpp.runtime.key import Key, key_of
-from megatron_zbpp.runtime.kinds import done_by, last, whole
+
+
+def last(passes: Sequence[Pass], kind: str) -> set[Pass]:
+    """Return the last pass of each stage that does a task of `kind`."""
+    return set({p.stage: p for p in passes if kind in done_by(p)}.values())
+
+
+def whole(passes: Sequence[Pass], split: Collection[Pass] = ()) -> set[Key]:
+    """Return keys of the backwards that autograd may run whole.
+
+    A pass that does both B and W saves what a split costs: with it, communication in B hides behind
+    weight gradients, and nothing is gathered twice. Not so where gradients of its stage that come
+    with B are complete after another pass than those that come with W: hooks of
+    DistributedDataParallel would hear of the one or the other too early.
+
+    Args:
+        passes: of a rank.
+        split: passes whose microbatches are not to be run whole.
+    """
+    last_backwards, last_weights = last(passes, B), last(passes, W)
+    kept = set(map(key_of, split))
+    return {
+        key_of(p)
+        for p in passes
+        if {B, W} <= set(done_by(p)) and (p in last_backwards) == (p in last_weights)
+    } - kept
 
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """The tables of one rank's program; each is made when it is first asked for.
+    """The tables of one rank's program; each is made when it is first asked for."""
 
-    Attributes:
-        program: of the rank.
-        completes: whether gradients are complete behind the last passes.
-    """
-
-    program: Program
-    completes: bool = True
+    program: Program  # of the rank
+    completes: bool = True  # whether gradients are complete behind the last passes
 
     @functools.cached_property
     def passes(self) -> tuple[Pass, ...]:

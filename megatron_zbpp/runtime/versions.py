@@ -297,11 +297,7 @@ class Slots:
 
 
 class ByStage:
-    """The versions of several stages of a rank, which step together.
-
-    Args:
-        of_stage: those of each.
-    """
+    """The versions of several stages of a rank, which step together."""
 
     def __init__(self, of_stage: Mapping[int, Versions]) -> None:
         self.of_stage = of_stage

@@ -8,12 +8,14 @@ schedules that are another one with the technique. Which go together says `base`
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from megatron_zbpp.ir.techniques import register as register_graph
 
 if TYPE_CHECKING:
+    from megatron_zbpp.ir import Schedule
     from megatron_zbpp.techniques.base import Technique
 
 NAMES = ('offload', 'recompute', 'evict')
@@ -22,6 +24,11 @@ NAMES = ('offload', 'recompute', 'evict')
 ASKED = ('offload', 'recompute')
 """Those of which a user asks for an amount, by an option of their name."""
 
+# functions that put techniques without an amount into a schedule
+_ADDED = {
+    'split_vocabulary': 'vocabulary.place:with_shards',
+    'split_embedding': 'vocabulary.embedding:with_embedding',
+}
 _OWN: dict[str, Technique] = {}  # registered by others
 
 
@@ -36,6 +43,11 @@ def find(name: str) -> Technique:
     if name not in NAMES:
         raise ValueError(f'action {name!r} is unknown: use {", ".join((*NAMES, *_OWN))}')
     return importlib.import_module(f'{__name__}.{name}.place').TECHNIQUE
+
+
+def added(name: str) -> Callable[[Schedule], Schedule]:
+    """Return the function that puts a technique without an amount into a schedule."""
+    return resolve_name(f'{__name__}.{_ADDED[name]}')
 
 
 def find_all(names: Iterable[str]) -> tuple[Technique, ...]:

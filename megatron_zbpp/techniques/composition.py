@@ -22,6 +22,9 @@ class Clash(NamedTuple):
 OVERLAP = 'overlap'  # pairs of F and BW that a model runs as one: not of the graph
 SEEDS = 'dropout_seeds'  # of each layer and microbatch: likewise
 
+UPDATING = 'updating'
+"""Optimizer steps without a flush, by the name of their graph's function."""
+
 SLICED = 'sliced'
 """Slices of a sequence, by the name of their graph's function."""
 
@@ -34,6 +37,9 @@ EMBEDDING = 'split_embedding'
 OUTPUT, BOTH = SHARED_LAYERS = 'output', 'input+output'
 """Layers that all ranks share, as users ask for them."""
 
+LAYERS_OF = {None: (), OUTPUT: (VOCABULARY,), BOTH: (VOCABULARY, EMBEDDING)}
+"""Techniques that share these layers, in the order in which they are put into a schedule."""
+
 TRAINED = (*NAMES, SLICED, OVERLAP, VOCABULARY, EMBEDDING)
 """Techniques that train, each by itself. Others are planned, simulated and drawn."""
 
@@ -43,7 +49,7 @@ TRAINED_BY = {'wpipe': 'wpipe-joint'}
 """The families that train what others plan, in an order that Megatron's optimizers allow."""
 
 _UNTRAINED = {
-    'updating': Clash(
+    UPDATING: Clash(
         'asynchronous updates',
         f'take a synchronous schedule, such as zb-v, or by its name {", ".join(ASYNCHRONOUS)}',
     ),
@@ -96,6 +102,16 @@ def techniques_of(schedule: Schedule) -> frozenset[str]:
     return frozenset(map(name_of, schedule.graph.techniques))
 
 
+def techniques_of_family(family: Family, num_slices: int) -> frozenset[str]:
+    """Return the names of the techniques that a family's schedules of so many slices can have."""
+    own = {
+        SLICED: max(num_slices, family.default_slices) > 1,
+        UPDATING: family.asynchronous,
+        OVERLAP: 'together' in family.options,
+    }
+    return frozenset(name for name, has in own.items() if has)
+
+
 def require_trained(schedule: Schedule) -> None:
     """Raise ValueError for a schedule with what is simulated only; it says the cure."""
     _require(schedule.name, techniques_of(schedule))
@@ -104,7 +120,7 @@ def require_trained(schedule: Schedule) -> None:
 def require_family_trained(family: Family) -> None:
     """Raise ValueError for a family whose schedules are simulated only; it says the cure."""
     trained = not family.asynchronous or family.name in ASYNCHRONOUS
-    _require(family.name, set() if trained else {'updating'})
+    _require(family.name, set() if trained else {UPDATING})
 
 
 def _require(schedule: str, techniques: AbstractSet[str]) -> None:

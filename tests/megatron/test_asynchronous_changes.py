@@ -83,7 +83,7 @@ BY = {'pipemare': PipeMareByFormula, 'wpipe': ByFormulaOfChunks}
 
 def draws() -> str:
     """What a checkpoint would have of random states."""
-    from megatron_zbpp.mcore.left_behind import random_states
+    from megatron_zbpp.mcore.side_effects import random_states
 
     host, device, tracked = random_states()
     found = [host, device, *(tracked[name] for name in sorted(tracked))]
@@ -197,7 +197,7 @@ def test_what_is_in_flight_runs_again(ranks, data, method, sizes, more):
 def read_in_flight() -> list[str]:
     """On a rank with a pipeline of its own; returns messages of what is refused."""
     from megatron_zbpp.mcore.iteration.arguments import Arguments
-    from megatron_zbpp.mcore.iteration.asynchronous import ForwardsInFlight
+    from megatron_zbpp.mcore.techniques.forwards_in_flight import ForwardsInFlight
 
     calls = SimpleNamespace(drop=lambda: None, begun_with_next_call=1, versions=None)
     calls.is_ahead = lambda p: True
@@ -275,8 +275,8 @@ def kept_in_checkpoint(folder):
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
 
-    from megatron_zbpp.mcore.patches import older_weights
     from megatron_zbpp.mcore.patches.registry import Registry
+    from megatron_zbpp.mcore.techniques import stashed_checkpoints
     from megatron_zbpp.runtime.endless import EndlessTraining
     from megatron_zbpp.runtime.versions import Corrected
 
@@ -296,7 +296,7 @@ def kept_in_checkpoint(folder):
         (begun, lambda: dist_checkpointing.load({}, str(folder))),  # of no parameters: nothing new
     ):
         registry = Registry()
-        registry.install(older_weights.patches(endless))
+        registry.install(stashed_checkpoints.patches(endless))
         try:
             call()
         finally:
@@ -317,15 +317,17 @@ def told_of_a_plain_checkpoint(folder, state):
     """The log, where a checkpoint that Megatron alone has saved is loaded."""
     from megatron.core import dist_checkpointing
 
-    from megatron_zbpp.mcore.patches import older_weights
     from megatron_zbpp.mcore.patches.registry import Registry
+    from megatron_zbpp.mcore.techniques import stashed_checkpoints
     from megatron_zbpp.runtime.endless import EndlessTraining
 
     folder.mkdir()
     dist_checkpointing.save(state(), str(folder))
     registry, said = Registry(), []
-    registry.install(older_weights.patches(EndlessTraining()))
-    keep = mock.patch.object(older_weights.job_log, 'info', lambda line, *_: said.append(line))
+    registry.install(stashed_checkpoints.patches(EndlessTraining()))
+    keep = mock.patch.object(
+        stashed_checkpoints.job_log, 'info', lambda line, *_: said.append(line)
+    )
     try:
         with keep:
             dist_checkpointing.load(state(), str(folder))

@@ -69,7 +69,7 @@ class KeptAndDrawing(Kept):
 
 def asked() -> tuple[list[str], list]:
     """On a rank: what is said of each class, and what a module that is not refused is left with."""
-    from megatron_zbpp.mcore.iteration.seen_weights import require_seen
+    from megatron_zbpp.mcore.techniques.weight_watch import require_seen
 
     said = []
     for kind in (Kept, KeptByPlace, KeptByCount, KeptAndDrawing):
@@ -223,7 +223,7 @@ COUNTS: list[tuple[Callable, int, str | None]] = [
 
 def counted() -> list[str | None]:
     """On a rank: what is named, once something counts from some forward on or in it alone."""
-    from megatron_zbpp.mcore.iteration.asynchronous import Unwritten
+    from megatron_zbpp.mcore.techniques.weight_watch import Unwritten
 
     def named(count: Callable, at: int, persistent: bool) -> str | None:
         module = Counting(lambda module: None, persistent)
@@ -419,8 +419,9 @@ def test_zeros_in_gradients_are_those_of_all_stages(ranks, data):
 
 
 OWN = {
-    'mcore/iteration/asynchronous.py',
-    'mcore/patches/older_weights.py',
+    'mcore/techniques/forwards_in_flight.py',
+    'mcore/techniques/updating.py',
+    'mcore/techniques/stashed_checkpoints.py',
     'mcore/optimizer/asynchronous_steps.py',
     'runtime/endless.py',
     'runtime/versions.py',

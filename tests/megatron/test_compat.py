@@ -160,11 +160,11 @@ def combined_step_takes():
     from megatron.core.pipeline_parallel import utils
 
     from megatron_zbpp.mcore import compat
-    from megatron_zbpp.mcore.iteration import combined
+    from megatron_zbpp.mcore.techniques import overlap
 
     utils._COMM_STREAM = None
     step = compat.combined_step(SimpleNamespace(high_priority_a2a_comm_stream=False))
-    given = {'forward_step_func', 'config', 'forward_data_store', *combined._ARGUMENTS}
+    given = {'forward_step_func', 'config', 'forward_data_store', *overlap._ARGUMENTS}
     given |= {'f_model_chunk_id', 'is_first_microbatch', 'current_microbatch'}
     given |= {'collect_non_loss_data', 'num_microbatches'}
     return utils.get_comm_stream() is not None, given - inspect.signature(step).parameters.keys()

@@ -130,7 +130,7 @@ def drawn(job, argv, first):
     from megatron.core import parallel_state
 
     from megatron_zbpp.mcore.dropout_seeds import DropoutSeeds
-    from megatron_zbpp.mcore.left_behind import random_states
+    from megatron_zbpp.mcore.side_effects import random_states
     from megatron_zbpp.runtime.guard.agreement import digest
 
     found, ambient, tp = defaultdict(set), set(), set()

@@ -6,6 +6,7 @@ through all chunks in one process, microbatch after microbatch.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -31,7 +32,7 @@ def passing(base, wrong):
 
     class Passing(base):
         stage = 0
-        left = None
+        _left = None
 
         def hops(self, shape, dtype):
             delta = (*shape[:-1], shape[-1] // 2)
@@ -41,9 +42,9 @@ def passing(base, wrong):
             return None if self.pre_process else takes, None if self.post_process else gives
 
         def set_input_tensor(self, tensors):
-            hidden, *self.left = tensors
-            if self.left:
-                delta, count = self.left
+            hidden, *self._left = tensors
+            if self._left:
+                delta, count = self._left
                 mixed = torch.cat([delta, delta], -1).to(hidden.dtype)
                 hidden = hidden + mixed / count.to(hidden.dtype)
             super().set_input_tensor([hidden])
@@ -53,7 +54,9 @@ def passing(base, wrong):
             if self.post_process:
                 return made
             delta = made[..., : made.shape[-1] // 2].double().tanh()
-            delta, count = (delta + self.left[0], self.left[1] + 1) if self.left else (delta, None)
+            delta, count = (
+                (delta + self._left[0], self._left[1] + 1) if self._left else (delta, None)
+            )
             return made, delta, torch.ones(1, dtype=torch.int64) if count is None else count
 
     return Passing
@@ -137,6 +140,24 @@ def trained(schedule, ranks, wrong=None, mhc=False, options=None, lengths=False)
     """Losses and gradients of this rank's stages, in hex, by the pipeline and by autograd; and how
     many forwards the pipeline ran.
     """
+    with pipeline(schedule, ranks, wrong, mhc, options, lengths) as (layout, own, call):
+        import torch.distributed as dist
+
+        held = layout.stages(dist.get_rank())
+        weights = gathered({s: c.module.state_dict() for s, c in zip(held, own, strict=True)})
+        losses, count = call()
+        ours = {s: hashes(c.module, 'main_grad') for s, c in zip(held, own, strict=True)}
+        whole = build(layout, range(ranks * layout.num_chunks), None, mhc)[1]
+        for stage, chunk in enumerate(whole):
+            chunk.load_state_dict(weights[stage])
+        expected = by_autograd(whole)
+        reference = {stage: hashes(whole[stage], 'grad') for stage in held}
+        return losses, ours, expected, reference, count
+
+
+@contextmanager
+def pipeline(schedule, ranks, wrong=None, mhc=False, options=None, lengths=False):
+    """The layout, this rank's chunks in DDP, and what runs a batch: losses in hex, forwards."""
     _find_megatron()
     import torch
     import torch.distributed as dist
@@ -157,28 +178,40 @@ def trained(schedule, ranks, wrong=None, mhc=False, options=None, lengths=False)
         held = layout.stages(dist.get_rank())
         config, own = build(layout, held, wrong, mhc)
         config.variable_seq_lengths = lengths
-        weights = gathered({s: c.state_dict() for s, c in zip(held, own, strict=True)})
         models = [DDP(config, DistributedDataParallelConfig(), chunk) for chunk in own]
-        step = mock.Mock(wraps=forward_step)
-        results = get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=[batches() for _ in models] if chunks else batches(),
-            model=models if chunks else models[0],
-            num_microbatches=MICROBATCHES,
-            seq_length=SEQUENCE,
-            micro_batch_size=2,
-        )
-        losses = [result['loss'].item().hex() for result in results]
-        ours = {s: hashes(c, 'main_grad') for s, c in zip(held, own, strict=True)}
-        whole = build(layout, range(ranks * layout.num_chunks), None, mhc)[1]
-        for stage, chunk in enumerate(whole):
-            chunk.load_state_dict(weights[stage])
-        expected = by_autograd(whole)
-        reference = {stage: hashes(whole[stage], 'grad') for stage in held}
-        return losses, ours, expected, reference, step.call_count
+
+        def call():
+            step = mock.Mock(wraps=forward_step)
+            results = get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=data if chunks else data[0],
+                model=models if chunks else models[0],
+                num_microbatches=MICROBATCHES,
+                seq_length=SEQUENCE,
+                micro_batch_size=2,
+            )
+            return [result['loss'].item().hex() for result in results], step.call_count
+
+        data = [batches() for _ in models]
+        yield layout, models, call
     finally:
         plugin.disable()
         forget_groups()
+
+
+def left(schedule, ranks, options, calls):
+    """Losses in hex of calls between which steps change nothing; gradients behind the last."""
+    with pipeline(schedule, ranks, options=options) as (_, models, call):
+        from megatron_zbpp.mcore import enabled
+
+        losses = []
+        for at in range(calls):
+            losses += call()[0]
+            endless = enabled.plugin.session.endless
+            if at < calls - 1 and endless is not None:
+                endless.step(lambda: None)
+        named = [(c, *each) for c, model in enumerate(models) for each in model.named_parameters()]
+        return losses, {(chunk, name): p.main_grad.tolist() for chunk, name, p in named}
 
 
 def gathered(own):
@@ -242,6 +275,37 @@ def test_gradients_are_those_of_autograd(ranks, schedule, ranks_, given):
     if given != 'recompute':
         each = MICROBATCHES + (given == 'prewarm')
         assert [ran for *_, ran in found] == [each * len(ours) for _, ours, *_ in found]
+
+
+@supports('stages that exchange several tensors (weights of several versions)')
+@pytest.mark.parametrize('schedule', ['pipedream', 'pipedream-2bw'])
+def test_beside_versions_of_weights(ranks, schedule):
+    """Tuples of later batches are in flight between calls: as 1F1B, where steps change nothing."""
+    found, plain = (ranks(2).run(left, name, 2, {}, 3) for name in (schedule, '1f1b'))
+    assert found == plain and len(plain[-1][0]) == 3 * MICROBATCHES
+
+
+@supports('stages that exchange several tensors ({layers} on all ranks)')
+@pytest.mark.parametrize('layers', ['output', 'input+output'])
+def test_beside_shards(ranks, layers):
+    """To the bit under two schedules; nearly as with whole layers, whose sums round otherwise."""
+    options = {'vocab_parallel': layers}
+    found, other = (ranks(2).run(left, name, 2, options, 1) for name in ('zb-h1', '1f1b'))
+    assert found == other
+    for (losses, own), (expected, gradients) in zip(
+        found, ranks(2).run(left, '1f1b', 2, {}, 1), strict=True
+    ):
+        assert list(map(float.fromhex, losses)) == pytest.approx(list(map(float.fromhex, expected)))
+        layers = [name for name in gradients if 'layers' in name[1]]
+        assert layers
+        for name in layers:
+            assert_near(own[name], gradients[name])
+
+
+def assert_near(found, expected):
+    import torch
+
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-6)
 
 
 def test_neighbours_that_do_not_agree(ranks):

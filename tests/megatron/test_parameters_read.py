@@ -24,7 +24,7 @@ def arriving_late(original):
     def run_batch(args, models, *rest, **options):
         import torch
 
-        from megatron_zbpp.mcore.vocabulary import InputShard, OutputShard
+        from megatron_zbpp.mcore.techniques.vocabulary_shards import InputShard, OutputShard
 
         modules = [module for model in models for module in model.modules()]
         values = {p: p.detach().clone() for model in models for p in model.parameters()}

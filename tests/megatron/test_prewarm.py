@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from megatron_zbpp.mcore.iteration import prewarm
+from megatron_zbpp.mcore.techniques.updating import Updating
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 pytestmark = pytest.mark.alone
@@ -157,19 +158,19 @@ OFFLOADING = {'fine_grained_activation_offloading': True}
 
 
 @pytest.mark.parametrize(
-    ('calls', 'shape', 'config', 'why'),
+    ('alone', 'shape', 'config', 'why'),
     [
         (None, (1,), {'cuda_graph_impl': 'none'}, None),
-        (3, (1,), {}, 'an asynchronous schedule has no first microbatch of its own'),
+        (Updating.stays_alone, (1,), {}, Updating.stays_alone),
         (None, None, {}, 'shapes vary from microbatch to microbatch'),
         (None, (1,), {'cuda_graph_impl': 'local'}, 'CUDA graphs are captured in it'),
         (None, (1,), OFFLOADING, "Megatron's offloading measures it"),
     ],
 )
-def test_what_is_left_out(calls, shape, config, why):
+def test_what_is_left_out(alone, shape, config, why):
     """With what the log says of it."""
-    lowered, messages = SimpleNamespace(calls=calls), [SimpleNamespace(shape=shape)]
-    executors = SimpleNamespace(lowered=lowered, messages=messages)
+    faces = [] if alone is None else [SimpleNamespace(stays_alone=alone)]
+    executors = SimpleNamespace(faces=faces, messages=[SimpleNamespace(shape=shape)])
     assert prewarm._obstacle(executors, SimpleNamespace(**config)) == why
 
 
@@ -340,7 +341,7 @@ def interrupted(argv, interrupts):
     import torch
 
     import megatron_zbpp
-    from megatron_zbpp.mcore.left_behind import random_states, same_states
+    from megatron_zbpp.mcore.side_effects import random_states, same_states
 
     args, said, done = pretrain_gpt.parse_args(argv), [], []
     original, step = WeightGradStore.run, pretrain_gpt.forward_step

@@ -192,7 +192,7 @@ def isolated_steps():
     import torch
     from megatron.core.tensor_parallel import random
 
-    from megatron_zbpp.mcore.left_behind import isolated
+    from megatron_zbpp.mcore.side_effects import isolated
 
     def seed(value):
         random.initialize_rng_tracker(force_reset=True)

@@ -313,7 +313,7 @@ class Adapters:
 def tuning(training):
     """NVIDIA's loop with adapters that train beside it; then the same adapters alone."""
     from megatron_zbpp.mcore import enabled
-    from megatron_zbpp.mcore.left_behind import isolated
+    from megatron_zbpp.mcore.side_effects import isolated
 
     def prepare():
         beside = isolated(lambda: Adapters(training.get_args()))

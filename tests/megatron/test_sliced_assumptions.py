@@ -224,8 +224,8 @@ def layers(argv):
     from megatron.core.transformer.moe.router import TopKRouter
     from models import _repeat
 
-    from megatron_zbpp.mcore.iteration import sliced
-    from megatron_zbpp.mcore.patches.slices import require
+    from megatron_zbpp.mcore.techniques import sliced
+    from megatron_zbpp.mcore.techniques.sliced_layers import require
 
     class OwnRouter(TopKRouter):
         pass

@@ -51,8 +51,9 @@ def iteration(job, argv, schedule):
     import torch
 
     import megatron_zbpp
-    from megatron_zbpp.mcore.iteration import executors, sliced
-    from megatron_zbpp.mcore.slicing import Kept
+    from megatron_zbpp.mcore.iteration import executors
+    from megatron_zbpp.mcore.techniques import sliced
+    from megatron_zbpp.mcore.techniques.sliced_layers import Kept
 
     attending = weakref.WeakSet()
 

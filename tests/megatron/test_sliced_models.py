@@ -28,9 +28,9 @@ def in_turn(job, argv):
     """Runs on one rank: what slices leave that run one by one, without a pipeline."""
     import pretrain_gpt as script
 
-    from megatron_zbpp.mcore.patches import slices
     from megatron_zbpp.mcore.patches.registry import Registry
-    from megatron_zbpp.mcore.slicing import Running
+    from megatron_zbpp.mcore.techniques import sliced_layers as slices
+    from megatron_zbpp.mcore.techniques.sliced_layers import Running
 
     registry, running = Registry(), Running()
     registry.install(slices.patches(running))
@@ -46,9 +46,9 @@ def _one_by_one(running):
     from megatron.core.utils import unwrap_model
 
     from megatron_zbpp.mcore.iteration.arguments import Arguments
-    from megatron_zbpp.mcore.iteration.sliced import SlicedStage
-    from megatron_zbpp.mcore.iteration.stages import Call
-    from megatron_zbpp.mcore.patches import slices
+    from megatron_zbpp.mcore.iteration.stages import Call, ModelStage
+    from megatron_zbpp.mcore.techniques import sliced_layers as slices
+    from megatron_zbpp.mcore.techniques.sliced import SliceWrapper
     from megatron_zbpp.runtime.weight_grads import WeightGradStore
     from megatron_zbpp.techniques.slices.sizes import cuts_of
 
@@ -58,7 +58,8 @@ def _one_by_one(running):
         (model,), (data,) = arguments.models, arguments.iterators
         cuts = cuts_of(SLICES, arguments.seq_length)
         slices.require(unwrap_model(model))
-        stage = SlicedStage(cuts, running, call, model, data, None, True)
+        wraps = {'sliced': partial(SliceWrapper, cuts, running)}
+        stage = ModelStage(call, model, data, None, True, wraps)
         for microbatch in range(arguments.num_microbatches):
             parts = [Pass(F, 0, microbatch, part) for part in range(SLICES)]
             outputs = [stage.forward(p, None) for p in parts]
@@ -268,8 +269,8 @@ def scales():
     """Runs on a rank: the scale of auxiliary losses within a slice, and behind it; by token."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    from megatron_zbpp.mcore.iteration.sliced import _of_slice
-    from megatron_zbpp.mcore.slicing import Slice
+    from megatron_zbpp.mcore.techniques.sliced import _of_slice
+    from megatron_zbpp.mcore.techniques.sliced_layers import Slice
 
     found = []
     for scale, by_token in ((None, False), (torch.tensor(8.0), False), (torch.tensor(8.0), True)):

@@ -42,7 +42,8 @@ def iteration(argv, shared):
     import torch
 
     import megatron_zbpp
-    from megatron_zbpp.mcore.iteration import executors, vocabulary
+    from megatron_zbpp.mcore.iteration import executors
+    from megatron_zbpp.mcore.techniques import split_vocabulary as vocabulary
 
     shards, parts = weakref.WeakSet(), weakref.WeakSet()
 

@@ -40,9 +40,9 @@ def in_two_passes(head, group):
     import torch.distributed as dist
     from blocking_head import Found
 
-    from megatron_zbpp.mcore import vocabulary
-    from megatron_zbpp.mcore.iteration.vocabulary import shard_of
-    from megatron_zbpp.mcore.patches.vocabulary import divide
+    from megatron_zbpp.mcore.techniques import vocabulary_shards as vocabulary
+    from megatron_zbpp.mcore.techniques.split_vocabulary import shard_of
+    from megatron_zbpp.mcore.techniques.vocabulary_division import divide
 
     model = head.model(group.rank() == RANKS - 1, pipeline_model_parallel_size=RANKS)
     divide(model)

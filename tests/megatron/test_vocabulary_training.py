@@ -26,7 +26,7 @@ def train_in_shards(layers, slices, job, argv, **techniques):
     import report
 
     import megatron_zbpp
-    from megatron_zbpp.mcore.patches import vocabulary
+    from megatron_zbpp.mcore.techniques import vocabulary_division as vocabulary
 
     seed = script.parse_args(argv).seed
     draw, divide, by_layer = script.draw_weights, vocabulary.divide, report.by_layer
@@ -213,8 +213,9 @@ def test_without_the_flag_no_function_of_it_is_called(ranks, data, schedule):
     without, beside = (ranks(job.size).run(entered, how, job, argv) for how in (train, divided))
     for plain, sharded in zip(without, beside, strict=True):
         own = {file for file in sharded if 'vocabulary' in file or 'embedding' in file}
-        assert own >= {f'mcore/{place}vocabulary.py' for place in ('', 'iteration/', 'patches/')}
-        own |= {'runtime/collectives.py', 'mcore/iteration/embedding.py'}
+        parts = 'split_vocabulary', 'vocabulary_shards', 'vocabulary_division', 'split_embedding'
+        assert own >= {f'mcore/techniques/{part}.py' for part in parts}
+        own |= {'runtime/collectives.py'}
         assert own < sharded.keys() and not own & plain.keys()
         assert plain['runtime/executor.py'] > 0 < sharded['runtime/executor.py']
 
@@ -287,10 +288,11 @@ def first_call(argv):
     from megatron.core.transformer import TransformerConfig
 
     from megatron_zbpp.ir import F, Pass
-    from megatron_zbpp.mcore.iteration import embedding, vocabulary
     from megatron_zbpp.mcore.iteration.arguments import Arguments
-    from megatron_zbpp.mcore.iteration.stages import Call
-    from megatron_zbpp.mcore.patches.vocabulary import divide
+    from megatron_zbpp.mcore.iteration.stages import Call, ModelStage
+    from megatron_zbpp.mcore.techniques import split_embedding as embedding
+    from megatron_zbpp.mcore.techniques import split_vocabulary as vocabulary
+    from megatron_zbpp.mcore.techniques.vocabulary_division import divide
     from megatron_zbpp.runtime.weight_grads import WeightGradStore
     from megatron_zbpp.techniques.vocabulary.graph import S, T
 
@@ -336,7 +338,8 @@ def first_call(argv):
         given |= {'num_microbatches': 1, 'model': built()}
         arguments = Arguments(forward_step_func=forward_step, **given)
         call = Call(arguments, WeightGradStore(), 1, torch.device('cpu'))
-        stage = vocabulary.VocabularyStage(call, arguments.model, None, None, True)
+        wraps = {'split_vocabulary': vocabulary.OutputWrapper}
+        stage = ModelStage(call, arguments.model, None, None, True, wraps)
         actions = vocabulary.Shards([stage], [(4, 1)]).actions
         packed = stage.forward(Pass(F, 0, 0), None)
         made = actions[S](Pass(S, 1, 0), {'hidden': [packed]})
@@ -348,10 +351,7 @@ def first_call(argv):
         inner = SimpleNamespace(pre_process=True, forward=lambda input_ids: None)
         module = torch.nn.Module()
         vars(module).update(vars(inner))
-        stage = embedding.EmbeddingStage.__new__(embedding.EmbeddingStage)
-        stage.inner = stage.model = module
         module.embedding = SimpleNamespace(word_embeddings=SimpleNamespace(tokens=None))
-        stage.data_iterator, stage._read = None, {}
         given = {'data_iterator': None, 'seq_length': 4, 'micro_batch_size': 1}
         given |= {'num_microbatches': 1, 'model': module}
 
@@ -359,8 +359,9 @@ def first_call(argv):
             return model(input_ids)
 
         arguments = Arguments(forward_step_func=forward_step, **given)
-        stage.call = Call(arguments, WeightGradStore(), 1, torch.device('cpu'))
-        assert stage.read(Pass('D', 0, 0)) is input_ids
+        call = Call(arguments, WeightGradStore(), 1, torch.device('cpu'))
+        stage = SimpleNamespace(call=call, model=module, data_iterator=None)
+        assert embedding.EmbeddingWrapper(stage).read(Pass('D', 0, 0)) is input_ids
 
     def step(loss, labels=tokens, change=lambda output: output):
         def forward_step(data, model):
@@ -420,7 +421,7 @@ def layer_of_its_own(argv):
     from example import forget_groups
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    from megatron_zbpp.mcore.patches.vocabulary import divide
+    from megatron_zbpp.mcore.techniques.vocabulary_division import divide
 
     class Capped(ColumnParallelLinear):
         pass

@@ -22,12 +22,7 @@ _NORMS = {
 
 
 def announce(schedule: Schedule, config: Any) -> None:
-    """Log what runs, on the first rank of the job.
-
-    Args:
-        schedule: in Megatron's ranks.
-        config: of the model: its layout says which layers are where.
-    """
+    """Log what runs, on the first rank of the job."""
     for line in lines(schedule, config):
         job_log.info(line)
 

@@ -24,11 +24,11 @@ _MTP = re.compile(r'\bmtp\b')
 
 
 def require_all_layers(
-    models: Sequence[torch.nn.Module],
-    placement: Placement,
-    pp_group: dist.ProcessGroup,
-    collective: Callable[[str], AbstractContextManager],
-    require: Callable[[torch.nn.Module], None] | None = None,
+    models: Sequence[torch.nn.Module],  # the chunks of this rank, unwrapped
+    placement: Placement,  # of the stages
+    pp_group: dist.ProcessGroup,  # its ranks
+    collective: Callable[[str], AbstractContextManager],  # around what waits for other ranks
+    require: Sequence[Callable[[torch.nn.Module], None]] = (),
 ) -> None:
     """Return if no class has ignored where the schedule has its stages: a collective.
 
@@ -38,13 +38,6 @@ def require_all_layers(
     stack has to be the layers 1 to n in model order; one that runs again counts once, or in place
     of the layer that it stands for. Models whose layers have no numbers, which are not Megatron's,
     pass.
-
-    Args:
-        models: the chunks of this rank, unwrapped.
-        placement: of the stages.
-        pp_group: its ranks.
-        collective: around what waits for other ranks.
-        require: raises for a chunk that a technique cannot train.
 
     Raises:
         ValueError: on all ranks, if a layer is missing, there twice or in another stage.
@@ -123,11 +116,11 @@ def _planned(model: torch.nn.Module, placement: Placement, stage: int) -> range 
 
 
 def _error(
-    model: torch.nn.Module, require: Callable[[torch.nn.Module], None] | None
+    model: torch.nn.Module, require: Sequence[Callable[[torch.nn.Module], None]]
 ) -> Exception | None:
     try:
-        if require is not None:
-            require(model)
+        for each in require:
+            each(model)
     except NotImplementedError as error:
         return NotImplementedError(str(error))  # to be sent, without its traceback
     for name, module in model.named_modules():

@@ -14,7 +14,7 @@ from megatron.core import utils
 from megatron_zbpp.guests.base import Around
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.mcore import compat
-from megatron_zbpp.mcore.iteration import combined
+from megatron_zbpp.mcore.faces import CallContext, Face, Wrap
 from megatron_zbpp.mcore.iteration.stages import Call, ModelStage
 from megatron_zbpp.mcore.lowered import Lowered
 from megatron_zbpp.mcore.session import Session
@@ -53,32 +53,28 @@ Data = Sequence[Iterator | None]
 
 @dataclass(frozen=True)
 class Executors:
-    """Makes executors of the programs that the ranks have agreed upon.
+    """Makes executors of the programs that the ranks have agreed upon."""
 
-    Attributes:
-        session: whose schedule it is.
-        lowered: the programs.
-        pipeline: the group of their ranks.
-        messages: what neighbours exchange, by slice.
-        make: makes a stage.
-        edges: what a stage sends to the next one, where edges differ; none: `messages`.
-    """
-
-    session: Session
-    lowered: Lowered
-    pipeline: torch.distributed.ProcessGroup
-    messages: Sequence[Message]
-    make: Callable[..., ModelStage]
+    session: Session  # whose schedule it is
+    pipeline: torch.distributed.ProcessGroup  # the group of their ranks
+    context: CallContext  # of the call
+    faces: Sequence[Face]  # of the techniques at work in the call, the innermost first
+    wraps: Mapping[str, Wrap]  # make the wrappers of stages, the innermost first
+    # what a stage sends to the next one, where edges differ; none: `messages`
     edges: Mapping[int, tuple[Message, ...]] = field(default_factory=dict)
 
-    def executor(self, call: Call, data: Data, tables: Tables) -> Executor:
-        """Return what runs a call beside the other ranks.
+    @property
+    def lowered(self) -> Lowered:
+        """The programs of all ranks."""
+        return self.context.lowered
 
-        Args:
-            call: what is asked for.
-            data: of the chunks.
-            tables: of the program of this rank.
-        """
+    @property
+    def messages(self) -> Sequence[Message]:
+        """Messages between neighbours, by part of a sequence."""
+        return self.context.messages
+
+    def executor(self, call: Call, data: Data, tables: Tables) -> Executor:
+        """Return what runs a call beside the other ranks."""
         session, lowered, training = self.session, self.lowered, not call.arguments.forward_only
         stages = self._stages(call, data)
         varying = self.messages[0].shape is None
@@ -88,29 +84,22 @@ class Executors:
             session.channels(self.pipeline, lowered.placement, call.device, varying),
             activations=_activations(session, lowered, call, self.pipeline, stages.values()),
             side=session.filler if training else None,
-            together=combined.as_one if session.programs.together and training else None,
+            together=next((f.together for f in self.faces if f.together is not None), None),
         )
 
     def alone(self, call: Call, data: Data, tables: Tables, nobody: Channels) -> Executor:
-        """Return what runs passes of this rank without the others, activations where they are.
-
-        Args:
-            call: what is asked for.
-            data: of the chunks.
-            tables: of the passes.
-            nobody: channels to no rank.
-        """
+        """Return what runs passes of this rank without the others, activations where they are."""
         return self._made(self._stages(call, data), tables, nobody)
 
     def _made(
         self, stages: dict[int, ModelStage], tables: Tables, channels: Channels, **more: Any
     ) -> Executor:
         session, messages = self.session, self.messages
-        if session.programs.shards_vocabulary:
-            from megatron_zbpp.mcore.iteration import embedding, vocabulary
-
-            beside = embedding.of_executor if session.programs.shards_embedding else None
-            more |= vocabulary.of_executor(session, self.pipeline, messages, stages, beside)
+        own = [face.passes([*stages.values()], self.context) for face in self.faces]
+        more['actions'] = {kind: run for each in own for kind, run in each.actions.items()}
+        collectives = {name: each for o in own for name, each in o.collectives.items()}
+        if collectives:
+            more['collectives'] = session.collectives(self.pipeline, collectives)
         call = next(iter(stages.values())).call
         named: Around = profiled
         for guest in session.guests:
@@ -137,12 +126,13 @@ class Executors:
         placement, models = self.lowered.placement, call.arguments.models
         held = placement.stages(self.pipeline.rank())
         return {
-            stage: self.make(
+            stage: ModelStage(
                 call,
                 models[chunk],
                 data[chunk],
                 chunk if len(held) > 1 else None,
                 stage == placement.num_stages - 1,
+                self.wraps,
             )
             for chunk, stage in enumerate(held)
         }
@@ -160,5 +150,5 @@ def _activations(
     store = session.activations(call.device, pp_group, lowered.partners)
     store.tell(everything=torch.distributed.get_rank() == 0)
     parameters = (p for model in call.arguments.models for p in model.parameters())
-    store.keep(parameters, [stage.shared for stage in stages])
+    store.keep(parameters, [each.shared for stage in stages for each in stage.wrappers.values()])
     return store

@@ -8,20 +8,20 @@ manifold-constrained hyper-connections (mHC) widen what is exchanged, which thei
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from megatron_zbpp.ir import Pass, Placement
+from megatron_zbpp.ir import Placement
+from megatron_zbpp.mcore.faces import Face
 from megatron_zbpp.mcore.iteration.executors import Executors
-from megatron_zbpp.mcore.iteration.stages import ModelStage
 from megatron_zbpp.mcore.lowered import Lowered
-from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.runtime.channels import Message
 from megatron_zbpp.runtime.hops import Edges, Hop
+from megatron_zbpp.runtime.stage import Backward, ForwardStep, StepOutput, Wrapper
 
 METHOD = 'hops'
 _SEVERAL = 'the stages of this model exchange several tensors'
@@ -30,18 +30,12 @@ _Told = tuple[tuple[tuple[int, ...], torch.dtype], ...] | None
 
 
 def with_hops(
-    executors: Executors,
-    chunks: Sequence[torch.nn.Module],
-    model: torch.nn.Module,
-    hops: Sequence[tuple[Message, ...]],
+    executors: Executors,  # those of one tensor of one shape
+    chunks: Sequence[torch.nn.Module],  # of this rank, unwrapped
+    model: torch.nn.Module,  # the first of them, as it is called
+    hops: Sequence[tuple[Message, ...]],  # what Megatron says that neighbours exchange, by slice
 ) -> Executors:
     """Return executors that know the edges: a model's first call of a size is a collective.
-
-    Args:
-        executors: those of one tensor of one shape.
-        chunks: of this rank, unwrapped.
-        model: the first of them, as it is called.
-        hops: what Megatron says that neighbours exchange, by slice.
 
     Raises:
         ValueError: neighbours do not agree; all ranks raise it, before any pass.
@@ -58,10 +52,10 @@ def with_hops(
         with session.watchdog.collective('handshake about shapes of messages'):
             known[hops[0]] = _agreed(chunks, hops[0], lowered.placement, pipeline)
     edges: Edges = known[hops[0]]
-    _require_supported(edges, lowered, session.programs, len(hops) > 1)
     several = any(len(hop) > 1 for hop in edges.values())
-    make = HopStage if several else executors.make
-    return replace(executors, make=make, edges=edges)
+    _require_supported(several, lowered, executors.faces)
+    own = {METHOD: HopWrapper} if several else {}
+    return replace(executors, wraps={**own, **executors.wraps}, edges=edges)
 
 
 def _agreed(
@@ -115,54 +109,48 @@ def _in_words(told: _Told) -> str:
     return ' and '.join(f'{shape} of {dtype}' for shape, dtype in told or ())
 
 
-def _require_supported(edges: Edges, lowered: Lowered, programs: Programs, sliced: bool) -> None:
+def _require_supported(several: bool, lowered: Lowered, faces: Iterable[Face]) -> None:
     """Raise NotImplementedError where a schedule does more than such hops can."""
-    several = any(len(hop) > 1 for hop in edges.values())
-    for which, cure in (
-        (sliced, 'leave out --pipeline-slices'),
-        (programs.shards_vocabulary, 'leave out --pipeline-vocab-parallel'),
-        (several and lowered.moves, 'leave out offload, or take a schedule without eviction'),
-        (several and programs.together, 'drop --overlap-moe-expert-parallel-comm'),
-        (several and lowered.calls is not None, 'take a synchronous schedule'),
-    ):
-        if which:
-            raise NotImplementedError(f'{_SEVERAL if several else _WIDE}: {cure}')
+    cures = [face.no_hops for face in faces if several or not face.takes_wide]
+    if several and lowered.moves:
+        cures.append('leave out offload, or take a schedule without eviction')
+    for cure in filter(None, cures):
+        raise NotImplementedError(f'{_SEVERAL if several else _WIDE}: {cure}')
 
 
-class HopStage(ModelStage):
-    """A chunk that takes and gives tuples of tensors.
+class HopWrapper(Wrapper):
+    """Takes and gives tuples of tensors.
 
     Megatron's backward step goes back from one output: where there are several, autograd does from
     all of them at once, and what they hold stays until then.
     """
 
-    def _by_megatron(
-        self, p: Pass, received: Any, data: Iterator | None, results: list[Any]
-    ) -> Any:
-        if not isinstance(received, tuple):
-            output, count = super()._by_megatron(p, received, data, results)
+    def step(self, forward: ForwardStep, inner: Callable[[ForwardStep], StepOutput]) -> StepOutput:
+        if not isinstance(forward.received, tuple):
+            output, count = inner(forward)
         else:
-            (output,), count = super()._by_megatron(p, cast(Any, [*received]), data, results)
+            (output,), count = inner(forward._replace(received=[*forward.received]))
         return tuple(output) if isinstance(output, list) else output, count
 
-    def backward(self, p: Pass, received: Any, output: Any, gradient: Any) -> Any:
+    def backward(self, backward: Backward, inner: Callable[[Backward], Any]) -> Any:
+        received, output, gradient = cast(Any, backward[2:])
         if not isinstance(output, tuple) and not isinstance(received, tuple):
-            return super().backward(p, received, output, gradient)
+            return inner(backward)
         taken = received if isinstance(received, tuple) else (received,)
         taken = [each for each in taken if each is not None and each.requires_grad]
         if not isinstance(output, tuple):  # the loss, or the first of one tensor
-            super().backward(p, cast(Any, taken), output, gradient)
+            inner(backward._replace(received=cast(Any, taken)))
         else:
             made = [each for each in output if each.is_floating_point()]
             pairs = [(o, g) for o, g in zip(made, gradient, strict=True) if o.requires_grad]
             outputs, gradients_of = zip(*pairs, strict=True)
-            with self.delaying.queueing():
+            with self.stage.delaying.queueing():
                 torch.autograd.backward(outputs, gradients_of)
         gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in taken]
         if not isinstance(received, tuple):
             return gradients[0] if gradients else None
         return tuple(gradients)
 
-    def release(self, output: Any) -> None:
+    def release(self, output: Any, inner: Callable[[Any], None]) -> None:
         if not isinstance(output, tuple):
-            super().release(output)
+            inner(output)

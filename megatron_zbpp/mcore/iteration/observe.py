@@ -18,12 +18,7 @@ from megatron_zbpp.schedules import build
 
 
 class Observer:
-    """Times the forward and backward steps of non-interleaved 1F1B on one rank.
-
-    Args:
-        device: that the passes run on.
-        pp_group: the pipeline.
-    """
+    """Times the forward and backward steps of non-interleaved 1F1B on one rank."""
 
     def __init__(self, device: torch.device, pp_group: dist.ProcessGroup) -> None:
         self._device = device

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Callable, Iterable, Sequence
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,15 +12,14 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_zbpp.guests.base import ModelLayers
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import compat, layout, preflight, refusals, replicas, superseded
-from megatron_zbpp.mcore.iteration import combined
+from megatron_zbpp.mcore.faces import CallContext, Face
 from megatron_zbpp.mcore.iteration.announcement import announce
 from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.iteration.batch import Batch, NextIteration
 from megatron_zbpp.mcore.iteration.built import require_all_layers
 from megatron_zbpp.mcore.iteration.executors import Data, Executors
-from megatron_zbpp.mcore.iteration.stages import Call, ModelStage
+from megatron_zbpp.mcore.iteration.stages import Call
 from megatron_zbpp.mcore.lowered import Lowered
-from megatron_zbpp.mcore.refusals_of_techniques import with_versions
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.runtime.channels import Message
 from megatron_zbpp.runtime.log import job_log
@@ -52,22 +48,15 @@ _CONFIG = (
 
 
 def agreement(
-    num_microbatches: int,
-    num_chunks: int,
-    message: Message,
-    forward_only: bool,
-    config: Any,
+    num_microbatches: int,  # m
+    num_chunks: int,  # of the model on this rank
+    message: Message,  # what neighbours exchange
+    forward_only: bool,  # whether this is an evaluation
+    config: Any,  # of the model
 ) -> dict[str, object]:
     """Return the fields of a call on which all ranks must agree, except for its schedule.
 
     From its name and m a release makes the same passes everywhere: they need not be compared.
-
-    Args:
-        num_microbatches: m.
-        num_chunks: of the model on this rank.
-        message: what neighbours exchange.
-        forward_only: whether this is an evaluation.
-        config: of the model.
     """
     return {
         'number of microbatches': num_microbatches,
@@ -89,51 +78,38 @@ def _layers(config: Any) -> object:
 def prepare(
     session: Session, next_iteration: NextIteration, arguments: Arguments, ranks_ahead: int = 0
 ) -> tuple[Batch, int]:
-    """Return a batch, and how many of its instructions come ahead.
-
-    Args:
-        session: whose schedule it is.
-        next_iteration: gives what its stages read.
-        arguments: of the call.
-        ranks_ahead: how many ranks of the chain go ahead.
-    """
+    """Return a batch, and how many of its instructions come ahead."""
     groups = arguments.pg_collection or compat.default_groups()
-    models = arguments.models
+    models, programs = arguments.models, session.programs
     config = get_model_config(models[0])
     _allow(session, arguments, config, groups.pp.size())
     pipeline = replicas.pipeline(session, groups)
-    rank, one = pipeline.rank(), session.programs.placement(groups.pp.size())
-    sizes = groups.cp.size(), _device(), session.programs.num_replicas
-    replays = session.programs.replays and not arguments.forward_only
-    call = Call(arguments, session.store, *sizes, replays)
-    _find_slices(session, arguments, config, groups.pp.size())
-    cuts = session.programs.cuts(config, arguments.seq_length)
-    hops = [
-        _messages(arguments, config, groups, call.device, end - start)
-        for start, end in itertools.pairwise(cuts)
-    ]
+    rank, one = pipeline.rank(), programs.placement(groups.pp.size())
+    sizes = groups.cp.size(), _device(), programs.num_replicas
+    call = Call(arguments, session.store, *sizes, programs.replays and not arguments.forward_only)
+    faces = session.faces_of(programs.trained | programs.techniques(groups.pp.size()))
+    parts = (face.lengths(arguments, config) for face in faces)
+    lengths = next(filter(None, parts), (arguments.seq_length,))
+    hops = [_messages(arguments, config, groups, call.device, length) for length in lengths]
     messages = [hop[0] for hop in hops]
-    shape = messages[0], cuts
-    lowered = _agreed(session, arguments, config, shape, groups.pp.size(), pipeline)
+    lowered = _agreed(session, faces, arguments, config, messages[0], groups.pp.size(), pipeline)
     if not arguments.forward_only and not session.announced:
-        _announce(session, lowered, one, config, models[0])
-    endless = None if lowered.calls is None else session.endless
-    if arguments.forward_only and session.endless is not None:
-        session.endless.finish_step()  # an evaluation has the newest weights
+        _announce(session, faces, lowered, one, config, models[0])
     reading = _reading(session, call)
     held = lowered.placement.stages(rank)
     _require_built(models, held, rank, one)
+    chunks = unwrap_model(models)
     if models[0] not in session.compared:
         session.compared.add(models[0])
-        collective, require = session.watchdog.collective, None
-        if session.programs.num_slices > 1:
-            from megatron_zbpp.mcore.patches.slices import require
-        require_all_layers(unwrap_model(models), one, groups.pp, collective, require)
-    make = _maker(session, next_iteration, arguments, lowered, cuts, rank)
+        require = [face.require for face in faces]
+        require_all_layers(chunks, one, groups.pp, session.watchdog.collective, require)
+    context = CallContext(arguments, lowered, next_iteration, chunks, rank, messages)
+    wraps = {face: wrap for face in faces if (wrap := face.begin(context)) is not None}
     tables, count = lowered.tables(rank, ranks_ahead)
-    if endless is not None and lowered.calls is not None:
-        tables = endless.next_tables(lowered.calls, rank)
-    executors = _with_hops(Executors(session, lowered, pipeline, messages, make), models, hops)
+    for face in wraps:
+        tables = face.tables(context, tables)
+    named = {face.name: wrap for face, wrap in wraps.items()}
+    executors = _with_hops(Executors(session, pipeline, context, [*wraps], named), models, hops)
     data = [next_iteration.replayed(iterator) for iterator in arguments.iterators]
     if not arguments.forward_only and models[0] not in session.trained:
         session.trained.add(models[0])
@@ -141,8 +117,8 @@ def prepare(
     if reading is not None:
         data = list(map(reading.of, held, data))
     executor = executors.executor(call, data, tables)
-    if endless is not None:
-        endless.enter(executor)
+    for face in wraps:
+        face.enter(executor)
     return Batch(groups, pipeline, config, call, lowered, executor, reading), count
 
 
@@ -175,46 +151,11 @@ def _allow(session: Session, arguments: Arguments, config: Any, num_ranks: int) 
     found = [*preflight.refused(config, programs, num_ranks, num_microbatches)]
     if not programs.mirrored(num_ranks):
         found += refusals.across_replicas(getattr(arguments.models[0], 'ddp_config', None))
-    if programs.asynchronous:
-        found += with_versions(getattr(arguments.models[0], 'ddp_config', None))
+    for face in session.faces:
+        found += face.refused(arguments.models)
     refuse_unsupported(config, arguments.adjust_tensor_shapes_fn, found)
-    programs.join(getattr(config, refusals.OVERLAP, False))
-
-
-def _maker(
-    session: Session,
-    next_iteration: NextIteration,
-    arguments: Arguments,
-    lowered: Lowered,
-    cuts: Sequence[int],
-    rank: int,
-) -> Callable[..., ModelStage]:
-    models, programs = arguments.models, session.programs
-    if programs.shards_vocabulary:
-        from megatron_zbpp.mcore.iteration import embedding, vocabulary
-
-        vocabulary.require(unwrap_model(models), arguments)
-    if len(cuts) > 2:
-        from megatron_zbpp.mcore.iteration import sliced
-
-        sliced.require(arguments)
-        stage = sliced.SlicedStage
-        if programs.shards_vocabulary:
-            from megatron_zbpp.mcore.iteration import sliced_vocabulary
-
-            stage = sliced_vocabulary.STAGES[programs.shards_embedding]
-        return functools.partial(stage, cuts, session.slicing)
-    if lowered.calls is not None and session.endless is not None:
-        from megatron_zbpp.mcore.iteration import asynchronous
-
-        return asynchronous.maker(session, next_iteration, lowered, models, rank)
-    if programs.shards_vocabulary:
-        both = programs.shards_embedding
-        return embedding.EmbeddingStage if both else vocabulary.VocabularyStage
-    if programs.together and not arguments.forward_only:
-        combined.require(unwrap_model(models), arguments.forward_step_func)
-        return combined.CombinedStage
-    return ModelStage
+    for face in session.faces:
+        face.settle(arguments, config, num_ranks)
 
 
 def _with_hops(
@@ -239,43 +180,30 @@ def _reading(session: Session, call: Call) -> Reading | None:
     return Reading()
 
 
-def _find_slices(session: Session, arguments: Arguments, config: Any, num_ranks: int) -> None:
-    """Settle on slices at the first call, where they are to be found, and say which."""
-    if not session.programs.to_find_slices:
-        return
-    told = SimpleNamespace(**vars(config), seq_length=arguments.seq_length)
-    counts = [arguments.num_microbatches]
-    settings, found = preflight.with_slices(session.settings, told, num_ranks, counts)
-    assert settings.sliced is not None
-    session.programs.slice_by(settings.sliced)
-    job_log.info(found)
-
-
 def _agreed(
     session: Session,
+    faces: Sequence[Face],
     arguments: Arguments,
     config: Any,
-    shape: tuple[Message, Sequence[int]],
+    message: Message,
     num_ranks: int,
     pipeline: torch.distributed.ProcessGroup,
 ) -> Lowered:
     """Return the programs of all ranks, once they have found that they mean the same."""
     sizes = num_ranks, arguments.num_microbatches
-    message, cuts = shape
     alike = agreement(sizes[1], len(arguments.models), message, arguments.forward_only, config)
-    if len(cuts) > 2:
-        alike['first tokens of slices'] = cuts
     alike['side task'] = session.filler is not None
-    for guest in session.guests:
-        alike |= guest.fingerprint()
+    for each in (*faces, *session.guests):
+        alike |= each.fingerprint()
     session.agree(alike | session.programs.fingerprint(*sizes), pipeline)
-    session.programs.varying = isinstance(message, Message) and message.shape is None
-    warm = not arguments.forward_only and session.endless is not None and session.endless.warms_up()
-    return session.programs.lowered(*sizes, arguments.forward_only, warm)
+    session.programs.varying = message.shape is None
+    drains = [face.drains(arguments.forward_only) for face in faces]
+    return session.programs.lowered(*sizes, arguments.forward_only, any(drains))
 
 
 def _announce(
     session: Session,
+    faces: Sequence[Face],
     lowered: Lowered,
     one: Placement,
     config: Any,
@@ -284,14 +212,9 @@ def _announce(
     session.announced = True
     from megatron_zbpp.mcore.start.scratch_losses import losses_from_scratch
 
-    schedule = lowered.schedule
-    if session.endless is not None and lowered.calls is None:
-        sizes = schedule.num_ranks, schedule.num_microbatches
-        job_log.info(
-            '%d optimizer steps of %s before', session.settings.async_warmup_steps, schedule.name
-        )
-        schedule = session.programs.lowered(*sizes, forward_only=False).schedule
-    announce(schedule, config)
+    schedules = (face.announced(lowered) for face in faces)
+    others = (schedule for schedule in schedules if schedule is not lowered.schedule)
+    announce(next(others, lowered.schedule), config)
     job_log.info(losses_from_scratch(session.settings, one, config))
     chunk = cast(torch.nn.Module, unwrap_model(first_chunk))
 
@@ -333,11 +256,6 @@ def refuse_unsupported(
     config: Any, adjust_tensor_shapes_fn: Callable | None, found: Iterable[refusals.Refusal]
 ) -> None:
     """Raise for what would be silently wrong, with the cure.
-
-    Args:
-        config: of the model.
-        adjust_tensor_shapes_fn: of the call.
-        found: settings that are refused: see `preflight`.
 
     Raises:
         NotImplementedError: names the setting.

@@ -43,12 +43,6 @@ _INTERRUPTED = f'{PASSES}; without them: {_CURE}'
 def prewarmed(executors: Executors, call: Call, config: Any, data: Data) -> Data:
     """Run each chunk of this rank once; return what gives the same data again.
 
-    Args:
-        executors: make what runs passes.
-        call: the first of a training.
-        config: of the model.
-        data: of the chunks.
-
     Raises:
         RuntimeError: a pass failed; with the cure.
         KeyboardInterrupt: one was interrupted; says so.
@@ -78,8 +72,9 @@ def prewarmed(executors: Executors, call: Call, config: Any, data: Data) -> Data
 
 
 def _obstacle(executors: Executors, config: Any) -> str | None:
-    if executors.lowered.calls is not None:
-        return 'an asynchronous schedule has no first microbatch of its own'
+    for why in (face.stays_alone for face in executors.faces):
+        if why is not None:
+            return why
     if executors.messages[0].shape is None:
         return 'shapes vary from microbatch to microbatch'
     if captured(config) is not None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,12 +14,18 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from megatron_zbpp.ir import Pass
-from megatron_zbpp.mcore import compat, left_behind
+from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.layers import transformer_engine
 from megatron_zbpp.runtime.compat import no_backward
-from megatron_zbpp.runtime.key import Key, key_of
-from megatron_zbpp.runtime.stage import MaybeTensor
+from megatron_zbpp.runtime.stage import (
+    Backward,
+    ForwardStep,
+    MaybeTensor,
+    ProgramOutput,
+    StepOutput,
+    Wrapper,
+)
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 _INNER = (
@@ -30,26 +37,17 @@ _INNER = (
 
 @dataclass
 class Call:
-    """One call of a forward_backward function: its arguments, and what its forwards return.
+    """One call of a forward_backward function: its arguments, and what its forwards return."""
 
-    Attributes:
-        arguments: as Megatron passes them.
-        store: of the weight gradients.
-        cp_size: of the context-parallel group.
-        device: of this rank.
-        num_replicas: whose microbatches the passes count.
-        replays: whether forwards run twice, or before the step of the iteration before.
-        results: what the loss function returned, in microbatch order; filled on the loss rank.
-        num_tokens: sum over microbatches of what the loss function counted.
-    """
-
-    arguments: Arguments
-    store: WeightGradStore
-    cp_size: int
-    device: torch.device
-    num_replicas: int = 1
-    replays: bool = False
+    arguments: Arguments  # as Megatron passes them
+    store: WeightGradStore  # of the weight gradients
+    cp_size: int  # of the context-parallel group
+    device: torch.device  # of this rank
+    num_replicas: int = 1  # whose microbatches the passes count
+    replays: bool = False  # whether forwards run twice, or before the step of the iteration before
+    # what the loss function returned, in microbatch order; filled on the loss rank
     results: list[Any] = field(default_factory=list)
+    # sum over microbatches of what the loss function counted
     num_tokens: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -100,119 +98,118 @@ class Read:
 
 
 class ModelStage:
-    """One chunk of a Megatron model.
-
-    Args:
-        call: the call that it serves.
-        model: the chunk, wrapped as the user wrapped it.
-        data_iterator: the chunk's.
-        vp_stage: its index among the chunks of this rank; None where there is one.
-        is_last: whether it computes the loss.
-
-    Attributes, beside those:
-        shared: addresses of the memory that several passes save.
-        config: of the model.
-        delaying: what leaves weight gradients of Transformer Engine's modules to W.
-    """
-
-    asks_gradients = False  # within forwards, of the loss function
+    """One chunk of a Megatron model, within the wrappers of the schedule's techniques."""
 
     def __init__(
         self,
-        call: Call,
-        model: torch.nn.Module,
-        data_iterator: Iterator | None,
-        vp_stage: int | None,
-        is_last: bool,
+        call: Call,  # the call that it serves
+        model: torch.nn.Module,  # the chunk, wrapped as the user wrapped it
+        data_iterator: Iterator | None,  # the chunk's
+        vp_stage: int | None,  # its index among the chunks of this rank; None where there is one
+        is_last: bool,  # whether it computes the loss
+        # make the wrappers, the innermost first, by the name of the technique
+        wraps: Mapping[str, Callable[[ModelStage], Wrapper]] | None = None,
     ) -> None:
         self.call = call
         self.model = model
         self.data_iterator = data_iterator
         self.vp_stage = vp_stage
-        self._is_last = is_last
-        self.shared: Set[int] = frozenset()
-        # of forwards that are to run again: random states before it, and what it has read
-        self._to_run_again: dict[Key, tuple[tuple, list[Any]]] = {}
+        self.is_last = is_last
         self.config = get_model_config(model)
-        self._context = compat.backward_arguments(model, self.config)
+        # further arguments of Megatron's backward step
+        self.context = compat.backward_arguments(model, self.config)
+        # leaves weight gradients of Transformer Engine's modules to W
         self.delaying = transformer_engine.Delaying(model, call.store)
         no_sync = self.config.no_sync_func  # one for all chunks, or a list of theirs
         if isinstance(no_sync, list | tuple):
             no_sync = no_sync[vp_stage or 0]
         self._no_sync = no_sync or contextlib.nullcontext
+        self.wrappers = {name: wrap(self) for name, wrap in (wraps or {}).items()}
+        self._plain = call.replays and not any(w.asks_gradients for w in self.wrappers.values())
+        self._step: Callable[[ForwardStep], StepOutput] = self._megatron_step
+        self._program: Callable[..., ProgramOutput] = self._call_program
+        self._back: Callable[[Backward], MaybeTensor] = self._megatron_backward
+        self._release: Callable[[Any], None] = self._deallocate
+        for wrapper in self.wrappers.values():
+            self._step = partial(wrapper.step, inner=self._step)
+            self._program = partial(wrapper.call, inner=self._program)
+            self._back = partial(wrapper.backward, inner=self._back)
+            self._release = partial(wrapper.release, inner=self._release)
 
     def forward(self, p: Pass, received: MaybeTensor) -> torch.Tensor:
-        output, num_tokens = self._forward_step(p, received, self._data(p), self.call.results)
-        self.count(num_tokens)
-        return output
-
-    def count(self, num_tokens: Any) -> None:
-        """Take note of what the loss function has counted in a forward."""
-        if self._is_last:
-            self.call.num_tokens += num_tokens
+        return self._forward(p, received)
 
     def forward_unsaved(self, p: Pass, received: MaybeTensor) -> torch.Tensor:
-        data = self._data(p)
-        read = None if data is None else Read(data)
-        states = left_behind.random_states()
-        with torch.no_grad():
-            output, num_tokens = self._forward_step(p, received, read, self.call.results)
+        return self._forward(p, received, saved=False)
+
+    def _forward(self, p: Pass, received: MaybeTensor, saved: bool = True) -> torch.Tensor:
+        data = self.data_iterator
+        for wrapper in self.wrappers.values():
+            data = wrapper.reads(p, data)
+        step = ForwardStep(p, received, data, self.call.results, saved)
+        output, num_tokens = self.call.run_step(p, self._step, step)
         self.count(num_tokens)
-        self._to_run_again[key_of(p)] = states, [] if read is None else read.items
         return output
 
     def recompute(self, p: Pass, received: MaybeTensor) -> torch.Tensor:
-        states, items = self._to_run_again.pop(key_of(p))
-        data = None if self.data_iterator is None else iter(items)
-        logged = left_behind.emptied(compat.logged_mtp_losses())  # the first has been
-        with left_behind.drawing_again(states), logged:
-            return self._forward_step(p, received, data, [])[0]
+        return self.call.run_step(p, self._step, ForwardStep(p, received, None, []))[0]
 
-    def _forward_step(
-        self, p: Pass, received: MaybeTensor, data: Iterator | None, results: list[Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output, and on the last stage how many tokens count."""
-        made = self.call.run_step(p, self._by_megatron, p, received, data, results)
-        # lists of tensors, of which Megatron's annotations speak, are for several modules at once
-        return cast(tuple[torch.Tensor, torch.Tensor], made)
+    def count(self, num_tokens: Any) -> None:
+        """Take note of what the loss function has counted in a forward."""
+        if self.is_last:
+            self.call.num_tokens += num_tokens
 
-    def _by_megatron(
-        self, p: Pass, received: MaybeTensor, data: Iterator | None, results: list[Any]
-    ) -> Any:
-        call, given = self.call, self.call.arguments
-        plain = call.replays and not self.asks_gradients
-        with no_backward(_INNER) if plain else contextlib.nullcontext():
-            return schedules.forward_step(
-                self._step(p),
-                data,
-                self.model,
-                given.num_microbatches,
-                received,
-                results,
-                self.config,
-                cp_group_size=call.cp_size,
-                collect_non_loss_data=given.collect_non_loss_data,
+    def _megatron_step(self, forward: ForwardStep) -> StepOutput:
+        p, call = forward.p, self.call
+        with no_backward(_INNER) if self._plain else contextlib.nullcontext():
+            return self.forward_step(
+                lambda data, model: self._program(p, data, model)[:2],
+                forward.data,
+                forward.received,
+                forward.results,
+                collect_non_loss_data=call.arguments.collect_non_loss_data,
                 is_first_microbatch=call.is_first(p),
                 current_microbatch=call.microbatch(p),
-                vp_stage=self.vp_stage,
-                is_last_stage=self._is_last,
+                is_last_stage=self.is_last,
             )
 
-    def _data(self, p: Pass) -> Iterator | None:
-        return self.data_iterator
+    def forward_step(
+        self, step: Callable, data: Iterator | None, received: Any, results: list[Any], **more: Any
+    ) -> StepOutput:
+        """Run Megatron's forward step of this chunk, with `step` as the program's."""
+        made = schedules.forward_step(
+            step,
+            data,
+            self.model,
+            self.call.arguments.num_microbatches,
+            received,
+            results,
+            self.config,
+            cp_group_size=self.call.cp_size,
+            vp_stage=self.vp_stage,
+            **more,
+        )
+        return cast(StepOutput, made)
 
-    def _step(self, p: Pass) -> Callable:
-        """Return the function that Megatron's forward step calls."""
-        return self.call.arguments.forward_step_func
+    def _call_program(self, p: Pass, data: Iterator | None, model: Any) -> ProgramOutput:
+        output, loss = self.call.arguments.forward_step_func(data, model)
+        return ProgramOutput(output, loss, loss)
 
     def backward(
         self, p: Pass, received: MaybeTensor, output: torch.Tensor, gradient: MaybeTensor
     ) -> MaybeTensor:
+        return self._back(Backward(self, p, received, output, gradient))
+
+    def _megatron_backward(self, backward: Backward) -> MaybeTensor:
+        _, _, received, output, gradient = backward
         with self.delaying.queueing():
-            made = schedules.backward_step(received, output, gradient, *self._context)
+            made = schedules.backward_step(received, output, gradient, *self.context)
         return cast(MaybeTensor, made)
 
     def release(self, output: torch.Tensor) -> None:
+        self._release(output)
+
+    def _deallocate(self, output: torch.Tensor) -> None:
         schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
 
     def grad_sync(self, last: bool) -> AbstractContextManager[None]:

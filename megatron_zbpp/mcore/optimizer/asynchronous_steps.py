@@ -30,7 +30,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.optimizer import waiting
 from megatron_zbpp.mcore.optimizer.split_step import SplitStep, replaced
-from megatron_zbpp.mcore.patches import older_weights
 from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.settings import STAGE
@@ -352,7 +351,6 @@ class AsynchronousSteps:
     def patches(self) -> Iterator[Patch]:
         """Yield what else is replaced."""
         yield from _readers_patches(self._endless)
-        yield from older_weights.patches(self._endless)
         yield from self._rates.patches()
 
     @property

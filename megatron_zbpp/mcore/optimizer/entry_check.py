@@ -14,10 +14,15 @@ import torch.distributed as dist
 
 from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.iteration.batch import Batch
-from megatron_zbpp.mcore.left_behind import random_states, set_random_states
 from megatron_zbpp.mcore.optimizer.split_step import read_behind, room_on_host
 from megatron_zbpp.mcore.session import Session
-from megatron_zbpp.mcore.side_effects import FIRST, SideEffects, watched_of
+from megatron_zbpp.mcore.side_effects import (
+    FIRST,
+    SideEffects,
+    random_states,
+    set_random_states,
+    watched_of,
+)
 from megatron_zbpp.post_validation.watch import Watch, Watched, any_bits, summary
 from megatron_zbpp.runtime.compat import unseen_by_autograd
 from megatron_zbpp.runtime.log import rank_log

@@ -19,7 +19,7 @@ import numpy as np
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.layout import layers_per_stage, layout_string
 from megatron_zbpp.mcore import layout
-from megatron_zbpp.mcore.left_behind import random_states, set_random_states
+from megatron_zbpp.mcore.side_effects import random_states, set_random_states
 from megatron_zbpp.runtime.compat import another_client, default_store
 from megatron_zbpp.runtime.log import job_log
 

@@ -169,9 +169,10 @@ def versions(tied: bool = False, anneals: int | None = None) -> Callable:
     def run() -> None:
         import torch
 
-        from megatron_zbpp.mcore.iteration.asynchronous import ForwardsInFlight, maker
         from megatron_zbpp.mcore.session import Session
         from megatron_zbpp.mcore.settings import Settings
+        from megatron_zbpp.mcore.techniques.forwards_in_flight import ForwardsInFlight
+        from megatron_zbpp.mcore.techniques.updating import maker
 
         model = torch.nn.Linear(1, 1)
         model.share_embeddings_and_output_weights = tied

@@ -107,10 +107,10 @@ def delayed(waits: bool, look: str) -> Callable:
 
 def one_plans(model: object, forward_step: Callable, overlaps: bool = True) -> Callable:
     def run() -> None:
-        from megatron_zbpp.mcore.iteration import combined
+        from megatron_zbpp.mcore.techniques import overlap
 
         if overlaps:
-            combined.require([model], forward_step)
+            overlap.require([model], forward_step)
 
     return run
 
@@ -121,8 +121,8 @@ def last_stage(call: str, asked: bool) -> Callable:
     def run() -> None:
         import torch
 
-        from megatron_zbpp.mcore.iteration.vocabulary import require
-        from megatron_zbpp.mcore.vocabulary import OutputShard
+        from megatron_zbpp.mcore.techniques.split_vocabulary import require
+        from megatron_zbpp.mcore.techniques.vocabulary_shards import OutputShard
 
         model = torch.nn.Module()
         model.output_layer = OutputShard.__new__(OutputShard)

@@ -37,7 +37,7 @@ ELSEWHERE = {
     'mcore/replicas.py _both': 'test_two_way_training.py::test_what_cannot_work',
     'mcore/reading.py require_asked': 'test_two_way_training.py::test_what_cannot_work',
     'mcore/reading.py _require_same': 'test_two_way_training.py::test_data_of_the_wrong_replica',
-    'mcore/iteration/seen_weights.py _after_forward': 'test_asynchronous_weights.py::'
+    'mcore/techniques/weight_watch.py _after_forward': 'test_asynchronous_weights.py::'
     'test_what_sees_neither_version',
     'mcore/iteration/prewarm.py prewarmed': 'test_prewarm.py::test_failing_inside',
     'mcore/building.py _require_chunk': 'test_built.py::test_a_model_that_is_not_told',
@@ -58,19 +58,19 @@ ELSEWHERE = {
     **dict.fromkeys(
         (
             'mcore/iteration/sliced.py require: collect_non_loss_data',
-            'mcore/iteration/sliced.py SlicedStage._first',
-            'mcore/iteration/sliced.py SlicedStage._require_sum',
-            'mcore/patches/slices.py _cut',
-            'mcore/slicing.py Kept.visit',
+            'mcore/techniques/sliced.py SliceWrapper._first',
+            'mcore/techniques/sliced.py SliceWrapper._require_sum',
+            'mcore/techniques/sliced_layers.py _cut',
+            'mcore/techniques/sliced_layers.py Kept.visit',
         ),
         'test_sliced_assumptions.py::test_refused_at_the_first_call',
     ),
     **dict.fromkeys(
         (
             'mcore/iteration/sliced.py _padded',
-            'mcore/patches/slices.py require: GPTModel',
-            'mcore/patches/slices.py require: {problem}',
-            'mcore/slicing.py Kept.extended',
+            'mcore/techniques/sliced_layers.py require: GPTModel',
+            'mcore/techniques/sliced_layers.py require: {problem}',
+            'mcore/techniques/sliced_layers.py Kept.extended',
         ),
         'test_sliced_assumptions.py::test_modules',
     ),
@@ -81,9 +81,9 @@ ELSEWHERE = {
         ),
         'test_refusals_together.py::test_values_refused_with_slices',
     ),
-    'mcore/between_calls.py BetweenCalls._compare': 'test_asynchronous_weights.py::'
+    'mcore/techniques/weight_watch.py BetweenCalls._compare': 'test_asynchronous_weights.py::'
     'test_what_a_program_changes_between_two_calls',
-    'mcore/iteration/asynchronous.py Unwritten.forward': 'test_asynchronous_weights.py::'
+    'mcore/techniques/weight_watch.py Unwritten.forward': 'test_asynchronous_weights.py::'
     'test_forwards_that_write_what_steps_would_read',
     'mcore/optimizer/asynchronous_steps.py StageNorms._agree': 'test_asynchronous_weights.py::'
     'test_zeros_in_gradients_are_those_of_all_stages',
@@ -98,18 +98,18 @@ ELSEWHERE = {
     'test_an_argument_that_enable_does_not_have',
     **dict.fromkeys(
         (
-            'mcore/iteration/vocabulary.py VocabularyStage._step.checked',
-            'mcore/iteration/vocabulary.py VocabularyStage.report',
-            'mcore/iteration/embedding.py EmbeddingStage._tokens',
-            'mcore/vocabulary.py InputShard.forward',
-            'mcore/patches/vocabulary.py divide',
+            'mcore/techniques/split_vocabulary.py OutputWrapper.call',
+            'mcore/techniques/split_vocabulary.py OutputWrapper.report',
+            'mcore/techniques/split_embedding.py EmbeddingWrapper._tokens',
+            'mcore/techniques/vocabulary_shards.py InputShard.forward',
+            'mcore/techniques/vocabulary_division.py divide',
         ),
         'test_vocabulary_training.py::test_refused_at_the_first_call',
     ),
     **dict.fromkeys(
         (
-            'mcore/iteration/asynchronous.py ForwardsInFlight.take',
-            'mcore/iteration/asynchronous.py ForwardsInFlight._require_free',
+            'mcore/techniques/forwards_in_flight.py ForwardsInFlight.take',
+            'mcore/techniques/forwards_in_flight.py ForwardsInFlight._require_free',
         ),
         'test_asynchronous_changes.py::test_data_that_forwards_in_flight_have_read',
     ),
@@ -130,7 +130,8 @@ UNTRIED = {
     '__init__.py __getattr__': "Python's own words for a name that a module lacks",
     'mcore/command_line/arguments.py _preparing.parse_known_args': 'ends what has been told',
     'mcore/problems.py Checks.require_all: _errors[0]': 'raises what a check has raised',
-    'mcore/iteration/embedding.py EmbeddingStage._tokens.stop': 'ends a call of the program',
+    'mcore/techniques/split_embedding.py EmbeddingWrapper._tokens.stop': 'ends a call of the '
+    'program',
     'mcore/iteration/batch.py _looking': 'a layer that nobody knows yet: it is reported',
     'mcore/iteration/preparation.py refuse_unsupported: adjust_tensor': 'the cure is a program '
     'without the plugin',

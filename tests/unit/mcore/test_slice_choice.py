@@ -12,7 +12,7 @@ pytest.importorskip('megatron.core')
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import Settings
-from megatron_zbpp.mcore.slice_choice import settled, shape_of
+from megatron_zbpp.mcore.techniques.slice_choice import settled, shape_of
 from megatron_zbpp.partitioning.shapes import Shape, attention_of
 from megatron_zbpp.techniques.slices.balance import Attention, balanced
 from megatron_zbpp.techniques.slices.graph import sized

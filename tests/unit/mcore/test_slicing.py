@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_zbpp.mcore.slicing import Kept, Slice
+from megatron_zbpp.mcore.techniques.sliced_layers import Kept, Slice
 
 
 def test_memory_is_known_while_it_is_kept():

@@ -35,57 +35,33 @@ _MARKS = {
 
 
 class Taken(NamedTuple):
-    """Tensors that the model gives to the output layer and to its loss in one forward.
+    """Tensors that the model gives to the output layer and to its loss in one forward."""
 
-    Attributes:
-        hidden: output of the last layer, (sequence, micro batch, hidden size).
-        labels: (micro batch, sequence).
-        losses: zeros of that shape in place of the losses, which a program's loss function takes.
-    """
-
-    hidden: torch.Tensor
-    labels: torch.Tensor
+    hidden: torch.Tensor  # output of the last layer, (sequence, micro batch, hidden size)
+    labels: torch.Tensor  # (micro batch, sequence)
+    # zeros of that shape in place of the losses, which a program's loss function takes
     losses: torch.Tensor
 
 
 class Logits(NamedTuple):
-    """Results of S that T needs; N tokens, each a row.
+    """Results of S that T needs; N tokens, each a row."""
 
-    Attributes:
-        hidden: (N, hidden size).
-        softmax: over the words of the shard, (N, words).
-        targets: their places in the shard, (N,); any where they are in another one.
-        here: whether they are in this one, (N,).
-        statistics: m, s and t, (3, N).
-    """
-
-    hidden: torch.Tensor
-    softmax: torch.Tensor
-    targets: torch.Tensor
-    here: torch.Tensor
-    statistics: torch.Tensor
+    hidden: torch.Tensor  # (N, hidden size)
+    softmax: torch.Tensor  # over the words of the shard, (N, words)
+    targets: torch.Tensor  # their places in the shard, (N,); any where they are in another one
+    here: torch.Tensor  # whether they are in this one, (N,)
+    statistics: torch.Tensor  # m, s and t, (3, N)
 
 
 class Part(NamedTuple):
-    """A part of the gradient of hidden states, (N, hidden size): `away` x alpha - `there`.
+    """A part of the gradient of hidden states, (N, hidden size): `away` x alpha - `there`."""
 
-    Attributes:
-        away: softmax x W.
-        there: the rows of W of the targets.
-    """
-
-    away: torch.Tensor
-    there: torch.Tensor
+    away: torch.Tensor  # softmax x W
+    there: torch.Tensor  # the rows of W of the targets
 
 
 class OutputShard(ColumnParallelLinear):
-    """The rows of the output layer's weight that this rank has, among those of a whole model.
-
-    Args:
-        model: whose output layer it is.
-        rows: of its weight; None: those of a tied embedding.
-        tied: the shard of that.
-    """
+    """This rank's rows of the output layer's weight, or (`rows` is None) of a tied embedding."""
 
     def __init__(
         self, model: Any, rows: torch.Tensor | None, tied: InputShard | None = None

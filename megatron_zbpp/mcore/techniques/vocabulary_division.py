@@ -20,7 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.patches.registry import Patch
-from megatron_zbpp.mcore.vocabulary import InputShard, OutputShard, gathered
+from megatron_zbpp.mcore.techniques.vocabulary_shards import InputShard, OutputShard, gathered
 from megatron_zbpp.techniques.composition import BOTH
 
 _PADDING = 128  # Megatron's default of --make-vocab-size-divisible-by
@@ -29,13 +29,7 @@ Collective = Callable[[str], AbstractContextManager]
 
 
 def patches(num_chunks: int, collective: Collective, both: bool) -> Iterator[Patch]:
-    """Yield what divides the output layer.
-
-    Args:
-        num_chunks: that each rank builds.
-        collective: around what waits for other ranks.
-        both: whether the embedding is divided, too.
-    """
+    """Yield what divides the output layer."""
     init = functools.partial(_dividing, num_chunks, collective, both)
     for module, name in compat.models_and_stacks()[0]:
         if name != 'BertModel':  # it has several losses
@@ -67,11 +61,6 @@ def _dividing(num_chunks: int, collective: Collective, both: bool, original: Cal
 
 def divide(model: Any, both: bool = False, first: Any = None) -> None:
     """Give the chunk of each pipeline rank its shards: a collective.
-
-    Args:
-        model: the last chunk of this rank.
-        both: whether the embedding is divided, too.
-        first: the chunk of this rank that has it.
 
     Raises:
         NotImplementedError: the output layer cannot be divided; the message names the cure.

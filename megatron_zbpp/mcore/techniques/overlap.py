@@ -11,42 +11,48 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 
-from megatron_zbpp.ir import Pass
 from megatron_zbpp.mcore import compat
+from megatron_zbpp.mcore.faces import CallContext, Face, Wrap
+from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.iteration.stages import ModelStage
 from megatron_zbpp.mcore.refusals import OVERLAP
-from megatron_zbpp.runtime.stage import Backward, Forward, MaybeTensor
+from megatron_zbpp.runtime.stage import (
+    Backward,
+    Forward,
+    ForwardStep,
+    MaybeTensor,
+    StepOutput,
+    Wrapper,
+)
 
 _ASKS_FOR_A_PLAN = 'return_schedule_plan'
 _MAKES_A_PLAN = 'build_schedule_plan'
 
 
-class CombinedStage(ModelStage):
-    """A chunk of a model of which Megatron's combined step runs each pass."""
+class OverlapWrapper(Wrapper):
+    """Runs each pass of a stage by Megatron's combined step, in place of what is within."""
 
-    def _by_megatron(
-        self, p: Pass, received: MaybeTensor, data: Iterator | None, results: list[Any]
-    ) -> Any:
-        assert data is self.data_iterator and results is self.call.results, 'nothing runs again'
-        output, num_tokens, _ = _step(Forward(self, p, received), None)
+    def step(self, forward: ForwardStep, inner: Callable[[ForwardStep], StepOutput]) -> StepOutput:
+        stage = self.stage
+        once = forward.data is stage.data_iterator and forward.results is stage.call.results
+        assert once, 'nothing runs again'
+        output, num_tokens, _ = _step(Forward(stage, forward.p, forward.received), None)
         return output, num_tokens
 
-    def backward(
-        self, p: Pass, received: MaybeTensor, output: torch.Tensor, gradient: MaybeTensor
-    ) -> MaybeTensor:
-        with self.delaying.queueing():
-            *_, made = _step(None, Backward(self, p, received, output, gradient))
+    def backward(self, backward: Backward, inner: Callable[[Backward], MaybeTensor]) -> MaybeTensor:
+        with self.stage.delaying.queueing():
+            *_, made = _step(None, backward)
         return made
 
 
-def as_one(forward: Forward, backward: Backward) -> tuple[torch.Tensor, MaybeTensor]:
+def run_together(forward: Forward, backward: Backward) -> tuple[torch.Tensor, MaybeTensor]:
     """Run both at once; return the output of one, and the input's gradient of the other."""
-    ahead, back = cast(CombinedStage, forward.stage), cast(CombinedStage, backward.stage)
+    ahead, back = cast(ModelStage, forward.stage), cast(ModelStage, backward.stage)
     with back.delaying.queueing():
         made = ahead.call.run_step(forward.p, _step, forward, backward)
     output, num_tokens, gradient = made
@@ -56,9 +62,9 @@ def as_one(forward: Forward, backward: Backward) -> tuple[torch.Tensor, MaybeTen
 
 def _step(forward: Forward | None, backward: Backward | None) -> Any:
     given: dict[str, Any] = dict.fromkeys(_ARGUMENTS)
-    stages: list[CombinedStage] = []
+    stages: list[ModelStage] = []
     if forward is not None:
-        stage = cast(CombinedStage, forward.stage)
+        stage = cast(ModelStage, forward.stage)
         stages.append(stage)
         given |= {
             'data_iterator': stage.data_iterator,
@@ -69,7 +75,7 @@ def _step(forward: Forward | None, backward: Backward | None) -> Any:
             'current_microbatch': stage.call.microbatch(forward.p),
         }
     if backward is not None:
-        stage = cast(CombinedStage, backward.stage)
+        stage = cast(ModelStage, backward.stage)
         stages.append(stage)
         given |= {
             'b_model': stage.model,
@@ -101,7 +107,7 @@ _ARGUMENTS = (  # that a pass alone leaves out
 
 
 @contextlib.contextmanager
-def _undelayed(stages: list[CombinedStage]) -> Iterator[None]:
+def _undelayed(stages: list[ModelStage]) -> Iterator[None]:
     """Let Megatron's plans find no layer that delays weight gradients: TE's are in our store."""
     every: Iterator[Any] = (
         getattr(module, 'config', None)
@@ -120,12 +126,8 @@ def _undelayed(stages: list[CombinedStage]) -> Iterator[None]:
             config.delay_wgrad_compute = True
 
 
-def require(models: list[torch.nn.Module], forward_step_func: Callable) -> None:
+def require(models: Sequence[torch.nn.Module], forward_step_func: Callable) -> None:
     """Raise for what Megatron's combined step could not run.
-
-    Args:
-        models: the chunks of this rank, unwrapped.
-        forward_step_func: of the program.
 
     Raises:
         NotImplementedError: names what, and the cure.
@@ -144,3 +146,24 @@ def require(models: list[torch.nn.Module], forward_step_func: Callable) -> None:
             f'Megatron asks it for model.{_MAKES_A_PLAN}(...); add it, as pretrain_gpt.py has it, '
             f'or {cure}'
         )
+
+
+class Overlap(Face):
+    """Pairs of a forward and a backward overlap."""
+
+    nest = 10  # it replaces Megatron's steps
+    no_hops = 'drop --overlap-moe-expert-parallel-comm'
+    takes_wide = True
+    together = staticmethod(run_together)
+
+    def settle(self, arguments: Arguments, config: Any, num_ranks: int) -> None:
+        self.session.programs.join(getattr(config, OVERLAP, False))
+
+    def begin(self, context: CallContext) -> Wrap | None:
+        if not self.session.programs.together or context.arguments.forward_only:
+            return None
+        require(context.chunks, context.arguments.forward_step_func)
+        return OverlapWrapper
+
+
+FACE = Overlap

@@ -1,11 +1,12 @@
-"""A model chunk that runs its microbatches slice by slice."""
+"""Slices of sequences in training: each pass of a stage runs a slice."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,11 +15,23 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import unwrap_model
 
 from megatron_zbpp.ir import F, Pass
-from megatron_zbpp.mcore import compat, left_behind
+from megatron_zbpp.mcore import compat, preflight, side_effects
+from megatron_zbpp.mcore.faces import CallContext, Face, Wrap
 from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.iteration.stages import ModelStage
-from megatron_zbpp.mcore.slicing import Kept, Running, Slice
-from megatron_zbpp.runtime.stage import MaybeTensor
+from megatron_zbpp.mcore.patches.registry import Patch
+from megatron_zbpp.mcore.session import Session
+from megatron_zbpp.mcore.techniques import sliced_layers
+from megatron_zbpp.mcore.techniques.sliced_layers import Kept, Running, Slice
+from megatron_zbpp.runtime.log import job_log
+from megatron_zbpp.runtime.stage import (
+    Backward,
+    ForwardStep,
+    MaybeTensor,
+    ProgramOutput,
+    StepOutput,
+    Wrapper,
+)
 
 _WHOLE = 'take a schedule of whole sequences'
 _NO_CACHE = 'disable_parameter_transpose_cache'
@@ -32,8 +45,8 @@ def _caching_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     return _known[model]
 
 
-class SlicedStage(ModelStage):
-    """One chunk of a Megatron model, of which each pass runs a slice.
+class SliceWrapper(Wrapper):
+    """Runs a slice in each pass of a stage.
 
     The program's forward_step function is called for the first slice of a microbatch; for those
     behind it the model is called with what it gave.
@@ -41,36 +54,34 @@ class SlicedStage(ModelStage):
     Args:
         cuts: first token of each slice, and behind them the tokens of a sequence.
         running: tells Megatron's layers which slice runs.
-        of_stage: arguments of `ModelStage`.
+        stage: that is wrapped.
     """
 
     asks_gradients = True
 
-    def __init__(self, cuts: Sequence[int], running: Running, *of_stage: Any) -> None:
-        super().__init__(*of_stage)
+    def __init__(self, cuts: Sequence[int], running: Running, stage: ModelStage) -> None:
+        super().__init__(stage)
         self._cuts, self._running, self._kept = cuts, running, Kept()
         self.shared = self._kept.storages
         # by microbatch: a call of the model, and the loss function; losses of tokens so far
         self._called: dict[int, tuple[Callable[[], Any], Any]] = {}
         self._losses: dict[int, list[torch.Tensor]] = {}
-        self._inner: Any = unwrap_model(self.model)
+        self._inner: Any = unwrap_model(stage.model)
 
-    def _by_megatron(
-        self, p: Pass, received: MaybeTensor, data: Iterator | None, results: list[Any]
-    ) -> Any:
-        part = self._part(p)
+    def step(self, forward: ForwardStep, inner: Callable[[ForwardStep], StepOutput]) -> StepOutput:
+        p, part = forward.p, self._part(forward.p)
         with self._runs(part):
-            output, num_tokens = super()._by_megatron(p, received, data, [])
+            output, num_tokens = inner(forward._replace(results=[]))
         if p.kind != F or not part.is_last:
             return output, num_tokens * 0
-        if self._is_last:
+        if self.stage.is_last:
             _, loss_func = self._called[p.microbatch]
             losses = torch.cat(self._losses.pop(p.microbatch), 1)
-            if not self.call.arguments.forward_only:
+            if not self.stage.call.arguments.forward_only:
                 self._require_sum(losses, loss_func)
             with torch.no_grad():
-                results.append(loss_func(losses)[-1])
-        if self.call.arguments.forward_only:
+                forward.results.append(loss_func(losses)[-1])
+        if self.stage.call.arguments.forward_only:
             self._drop(p.microbatch)
         return output, num_tokens
 
@@ -82,7 +93,7 @@ class SlicedStage(ModelStage):
     @contextmanager
     def _runs(self, part: Slice) -> Iterator[None]:
         """Run a slice; Transformer Engine must not begin `main_grad` anew in its backward."""
-        modules = _caching_modules(self.model)
+        modules = _caching_modules(self.stage.model)
         for module in modules:
             vars(module)[_NO_CACHE] = True  # Module's own setattr takes 20 times as long
         try:
@@ -90,27 +101,28 @@ class SlicedStage(ModelStage):
                 yield
         finally:
             for module in modules:
-                vars(module)[_NO_CACHE] = self.config.disable_parameter_transpose_cache
+                vars(module)[_NO_CACHE] = self.stage.config.disable_parameter_transpose_cache
 
     def _part(self, p: Pass) -> Slice:
         start, end = self._cuts[p.slice : p.slice + 2]
         return Slice(p.microbatch, start, end, self._cuts[-1])
 
-    def _step(self, p: Pass) -> Callable:
+    def call(
+        self, p: Pass, data: Iterator | None, model: Any, inner: Callable[..., ProgramOutput]
+    ) -> ProgramOutput:
         part = self._part(p)
+        if part.is_first:
+            output, call, loss_func = self._first(functools.partial(inner, p, data, model), model)
+            self._called[part.microbatch] = call, loss_func
+        else:
+            call, loss_func = self._called[part.microbatch]
+            output = call()
+        own = self._of_whole(p, part, loss_func) if self.stage.is_last else loss_func
+        return ProgramOutput(output, own, loss_func)
 
-        def step(data: Iterator | None, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-            if part.is_first:
-                output, call, loss_func = self._first(data, model)
-                self._called[part.microbatch] = call, loss_func
-            else:
-                call, loss_func = self._called[part.microbatch]
-                output = call()
-            return output, self._of_whole(p, part, loss_func) if self._is_last else loss_func
-
-        return step
-
-    def _first(self, data: Iterator | None, model: torch.nn.Module) -> tuple[Any, Callable, Any]:
+    def _first(
+        self, program: Callable[[], ProgramOutput], model: torch.nn.Module
+    ) -> tuple[Any, Callable, Any]:
         calls: list[Callable] = []
         made: list[tuple[Any, int]] = []
         handles = (
@@ -122,7 +134,7 @@ class SlicedStage(ModelStage):
             model.register_forward_hook(lambda _, args, got: made.append((got, _version(got)))),
         )
         try:
-            output, loss_func = self.call.arguments.forward_step_func(data, model)
+            output, _, loss_func = program()
         finally:
             for handle in handles:
                 handle.remove()
@@ -160,7 +172,7 @@ class SlicedStage(ModelStage):
             (whole, counts), *parts = [
                 _gradient(losses, loss_func, Slice(0, start, end, total)) for start, end in spans
             ]
-            with left_behind.put_back():
+            with side_effects.put_back():
                 depends = loss_func(losses)[0].requires_grad
         slices = torch.cat([gradient for gradient, _ in parts], 1)
         rounding = 16 * torch.finfo(whole.dtype).eps * whole.abs().max().item()
@@ -178,7 +190,8 @@ class SlicedStage(ModelStage):
     @contextmanager
     def _logged(self, part: Slice) -> Iterator[None]:
         """Weigh losses of routers in the log, which are means of a slice's tokens, by its share."""
-        entries = compat.logged_losses() if getattr(self.config, 'num_moe_experts', None) else {}
+        experts = getattr(self.stage.config, 'num_moe_experts', None)
+        entries = compat.logged_losses() if experts else {}
         before = {name: compat.logged_values(entry).clone() for name, entry in entries.items()}
         for entry in entries.values():
             compat.logged_values(entry).zero_()
@@ -190,14 +203,13 @@ class SlicedStage(ModelStage):
                 if name in before:
                     values.add_(before[name])
 
-    def backward(
-        self, p: Pass, received: MaybeTensor, output: torch.Tensor, gradient: MaybeTensor
-    ) -> MaybeTensor:
-        part = self._part(p)
-        with self._runs(part), _of_slice(part, self.config.calculate_per_token_loss):
-            made = super().backward(p, received, output, gradient)
+    def backward(self, backward: Backward, inner: Callable[[Backward], MaybeTensor]) -> MaybeTensor:
+        part = self._part(backward.p)
+        by_token = self.stage.config.calculate_per_token_loss
+        with self._runs(part), _of_slice(part, by_token):
+            made = inner(backward)
         if part.is_first:
-            self._drop(p.microbatch)
+            self._drop(backward.p.microbatch)
         return made
 
 
@@ -221,7 +233,7 @@ def _padded(losses: torch.Tensor, part: Slice) -> torch.Tensor:
 
 def _gradient(losses: torch.Tensor, loss_func: Any, part: Slice) -> tuple[torch.Tensor, list]:
     own = losses[:, part.start : part.end].clone().requires_grad_()
-    with left_behind.put_back():
+    with side_effects.put_back():
         loss, *counts, _ = loss_func(_padded(own, part))
     if not loss.requires_grad:
         return torch.zeros_like(own), list(map(int, counts))
@@ -247,3 +259,49 @@ def require(arguments: Arguments) -> None:
         raise NotImplementedError(
             f'collect_non_loss_data: a slice has no such data of its own: {_WHOLE} for it'
         )
+
+
+class Sliced(Face):
+    """Sequences run slice by slice."""
+
+    nest = 20  # it changes the loss function, which the output layer takes from it
+    no_hops = 'leave out --pipeline-slices'
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self.running, self._cuts = Running(), ()
+
+    def patches(self) -> Iterator[Patch]:
+        return sliced_layers.patches(self.running)
+
+    def require(self, chunk: torch.nn.Module) -> None:
+        if self.session.programs.num_slices > 1:
+            sliced_layers.require(chunk)
+
+    def settle(self, arguments: Arguments, config: Any, num_ranks: int) -> None:
+        """Settle on slices at the first call, where they are to be found, and say which."""
+        programs = self.session.programs
+        if not programs.to_find_slices:
+            return
+        model = SimpleNamespace(**vars(config), seq_length=arguments.seq_length)
+        counts = [arguments.num_microbatches]
+        settings, found = preflight.with_slices(self.session.settings, model, num_ranks, counts)
+        assert settings.sliced is not None
+        programs.slice_by(settings.sliced)
+        job_log.info(found)
+
+    def lengths(self, arguments: Arguments, config: Any) -> tuple[int, ...]:
+        self._cuts = self.session.programs.cuts(config, arguments.seq_length)
+        return tuple(end - start for start, end in itertools.pairwise(self._cuts))
+
+    def fingerprint(self) -> Mapping[str, object]:
+        return {'first tokens of slices': self._cuts} if len(self._cuts) > 2 else {}
+
+    def begin(self, context: CallContext) -> Wrap | None:
+        if len(self._cuts) <= 2:
+            return None  # of slices that were to be found, there is one
+        require(context.arguments)
+        return functools.partial(SliceWrapper, self._cuts, self.running)
+
+
+FACE = Sliced

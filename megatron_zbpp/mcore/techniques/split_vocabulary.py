@@ -9,18 +9,22 @@ gradients one microbatch later instead.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_model_config
 
 from megatron_zbpp.ir import F, Pass
+from megatron_zbpp.mcore.faces import CallContext, Face, Passes, Wrap
 from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.iteration.stages import Call, ModelStage
-from megatron_zbpp.mcore.session import Session
-from megatron_zbpp.mcore.vocabulary import (
+from megatron_zbpp.mcore.patches.registry import Patch
+from megatron_zbpp.mcore.techniques import vocabulary_division
+from megatron_zbpp.mcore.techniques.vocabulary_shards import (
     Logits,
     OutputShard,
     combined,
@@ -32,28 +36,19 @@ from megatron_zbpp.mcore.vocabulary import (
 from megatron_zbpp.runtime.actions import Action, Inputs, Outputs
 from megatron_zbpp.runtime.channels import Message
 from megatron_zbpp.runtime.key import Key, key_of
-from megatron_zbpp.runtime.stage import MaybeTensor
+from megatron_zbpp.runtime.stage import (
+    Backward,
+    ForwardStep,
+    MaybeTensor,
+    ProgramOutput,
+    StepOutput,
+    Wrapper,
+)
+from megatron_zbpp.techniques.composition import EMBEDDING, VOCABULARY
 from megatron_zbpp.techniques.vocabulary.graph import GRADIENT, HIDDEN, STATISTICS, S, T
 
 _BESIDE = 16  # bytes of a row behind its hidden states: target and gradient, and rows stay aligned
 _DROP = 'or leave out --pipeline-vocab-parallel'
-
-
-def exchanged(message: Message, shared: int) -> dict[str, Message]:
-    """Return the messages of collectives.
-
-    Args:
-        message: what neighbours exchange.
-        shared: ranks among which sequence parallelism shares out its rows.
-    """
-    assert message.shape is not None, 'sequences of any length are refused'
-    *rows, width = message.shape
-    beside = _BESIDE // message.dtype.itemsize
-    whole = (rows[0] * shared, *rows[1:], width)
-    return {
-        HIDDEN: Message((*rows, width + beside), message.dtype, message.device),
-        GRADIENT: Message(whole, message.dtype, message.device),
-    }
 
 
 def _packed(hidden: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -82,46 +77,35 @@ def _unpacked(packed: torch.Tensor) -> _Tokens:
 
 
 class _Forward(NamedTuple):
-    """A microbatch of the last stage between F and B.
+    """A microbatch of the last stage between F and B."""
 
-    Attributes:
-        hidden: its output, with its graph.
-        weights: gradients of the losses of its rows, (sequence, micro batch, 1).
-    """
-
-    hidden: torch.Tensor
-    weights: torch.Tensor
+    hidden: torch.Tensor  # its output, with its graph
+    weights: torch.Tensor  # gradients of the losses of its rows, (sequence, micro batch, 1)
 
 
-class VocabularyStage(ModelStage):
-    """One chunk of a Megatron model whose output layer is on all ranks."""
+class OutputWrapper(Wrapper):
+    """Hands on the hidden states of a stage whose output layer is on all ranks."""
 
     asks_gradients = True
 
-    def __init__(self, *of_stage: Any) -> None:
-        super().__init__(*of_stage)
+    def __init__(self, stage: ModelStage) -> None:
+        super().__init__(stage)
         self._forwards: dict[Key, _Forward] = {}
         # by microbatch: the program's loss function, and gradients of the losses of each slice
         self._loss_functions: dict[int, Any] = {}
         self._weights: dict[int, list[torch.Tensor]] = {}
         self._differs: torch.Tensor | None = None
 
-    @property
-    def is_last(self) -> bool:
-        """True if it is the one before the output layer."""
-        return self._is_last
-
-    def _by_megatron(
-        self, p: Pass, received: MaybeTensor, data: Iterator | None, results: list[Any]
-    ) -> Any:
-        if not self._is_last:
-            return super()._by_megatron(p, received, data, results)
-        shard = shard_of(self.model)
+    def step(self, forward: ForwardStep, inner: Callable[[ForwardStep], StepOutput]) -> StepOutput:
+        stage, p = self.stage, forward.p
+        if not stage.is_last:
+            return inner(forward)
+        shard = shard_of(stage.model)
         shard.listening, shard.taken = True, None
         saved = torch.is_grad_enabled()
         try:
-            with torch.set_grad_enabled(saved):  # `checked` may enable it
-                loss, num_tokens = super()._by_megatron(p, received, data, [])
+            with torch.set_grad_enabled(saved):  # `call` may enable it
+                loss, num_tokens = inner(forward._replace(results=[]))
                 taken = shard.taken
                 assert taken is not None, 'the step has looked'
                 weights = self._gradient(taken.losses, loss)
@@ -134,68 +118,44 @@ class VocabularyStage(ModelStage):
             for each in (taken.labels, weights)
         )
         packed = _packed(taken.hidden, targets, rows)
-        if saved and not self.call.arguments.forward_only:
+        if saved and not stage.call.arguments.forward_only:
             self._forwards[key_of(p)] = _Forward(taken.hidden, rows[..., None])
-            self.release(taken.hidden)
+            stage.release(taken.hidden)
         return packed, num_tokens * 0
 
-    def _step(self, p: Pass) -> Callable:
-        step = super()._step(p)
-        if not self._is_last:
-            return step
-
-        def checked(data: Iterator | None, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-            output, loss_func = step(data, model)
-            taken = shard_of(model).taken
-            if taken is None or output is not taken.losses:
-                raise NotImplementedError(
-                    'the output layer is on all pipeline ranks, so there are no logits: let '
-                    'forward_step call the model with labels and return what it gives, '
-                    f'{_DROP}'
-                )
-            self._remember(p, loss_func)
-            if not self.call.arguments.forward_only:  # losses have a graph, though F may run again
-                torch.set_grad_enabled(True)
-            return output, loss_func
-
-        return checked
-
-    def _remember(self, p: Pass, loss_func: Any) -> None:
-        """Keep the first loss function of a microbatch: the program's own, of whole sequences."""
-        self._loss_functions.setdefault(p.microbatch, loss_func)
+    def call(
+        self, p: Pass, data: Iterator | None, model: Any, inner: Callable[..., ProgramOutput]
+    ) -> ProgramOutput:
+        made = inner(p, data, model)
+        if not self.stage.is_last:
+            return made
+        taken = shard_of(model).taken
+        if taken is None or made.output is not taken.losses:
+            raise NotImplementedError(
+                'the output layer is on all pipeline ranks, so there are no logits: let '
+                'forward_step call the model with labels and return what it gives, '
+                f'{_DROP}'
+            )
+        self._loss_functions.setdefault(p.microbatch, made.whole)
+        if not self.stage.call.arguments.forward_only:
+            torch.set_grad_enabled(True)  # losses have a graph, though F may run again
+        return made
 
     def _gradient(self, losses: torch.Tensor, loss: Any) -> torch.Tensor:
         """Return the gradient of the losses of tokens; zeros where nothing trains."""
-        if self.call.arguments.forward_only:
+        if self.stage.call.arguments.forward_only:
             return torch.zeros_like(losses)
-        found = schedules.backward_step(losses, loss, None, *self._context)
+        found = schedules.backward_step(losses, loss, None, *self.stage.context)
         assert isinstance(found, torch.Tensor)
         return found
 
-    def backward(
-        self, p: Pass, received: MaybeTensor, output: torch.Tensor, gradient: MaybeTensor
-    ) -> MaybeTensor:
-        if self._is_last:
-            assert gradient is not None, 'of its output'
-            output, weights = self._forwards.pop(key_of(p))
-            own = _own_part(gradient, weights.size(0), shard_of(self.model).tp)
-            gradient = (own * weights).to(own.dtype)
-        return super().backward(p, received, output, gradient)
-
-    def _loss(self, losses: torch.Tensor, loss_func: Any, results: list[Any]) -> Any:
-        """Return the loss of a microbatch and its tokens, as Megatron weighs them."""
-        return schedules.forward_step(
-            lambda data, model: (losses, loss_func),
-            None,
-            self.model,
-            self.call.arguments.num_microbatches,
-            None,
-            results,
-            self.config,
-            cp_group_size=self.call.cp_size,
-            vp_stage=self.vp_stage,
-            is_last_stage=True,
-        )
+    def backward(self, backward: Backward, inner: Callable[[Backward], MaybeTensor]) -> MaybeTensor:
+        if not self.stage.is_last:
+            return inner(backward)
+        assert backward.gradient is not None, 'of its output'
+        output, weights = self._forwards.pop(key_of(backward.p))
+        own = _own_part(backward.gradient, weights.size(0), shard_of(self.stage.model).tp)
+        return inner(backward._replace(output=output, gradient=(own * weights).to(own.dtype)))
 
     def report(self, microbatch: int, losses: torch.Tensor) -> None:
         """Give the losses of tokens, (micro batch, sequence), to the program's loss function.
@@ -205,10 +165,16 @@ class VocabularyStage(ModelStage):
         """
         loss_func = self._loss_functions.pop(microbatch)
         weights = torch.cat(self._weights.pop(microbatch), 1)
-        given = self.call.arguments
+        stage, given = self.stage, self.stage.call.arguments
         losses.requires_grad_(not given.forward_only)
-        loss, num_tokens = self._loss(losses, loss_func, self.call.results)
-        self.count(num_tokens)
+        loss, num_tokens = stage.forward_step(
+            lambda data, model: (losses, loss_func),
+            None,
+            None,
+            stage.call.results,
+            is_last_stage=True,
+        )
+        stage.count(num_tokens)
         if given.forward_only:
             return
         differs = (self._gradient(losses, loss) != weights).any()
@@ -221,39 +187,6 @@ class VocabularyStage(ModelStage):
             )
 
 
-def of_executor(
-    session: Session,
-    pipeline: dist.ProcessGroup,
-    of_slices: Sequence[Message],
-    stages: Mapping[int, ModelStage],
-    beside: Callable[..., tuple[dict[str, Action], dict[str, tuple[Message, ...]]]] | None,
-) -> dict[str, Any]:
-    """Return what the executor gets for S and T.
-
-    Args:
-        session: that keeps the collectives.
-        pipeline: ranks of it.
-        of_slices: what neighbours exchange, by slice; one: sequences are whole.
-        stages: of this rank, in the order of its chunks.
-        beside: makes those of other shards, of the stages and of hidden states by slice.
-    """
-    own = [stage for stage in stages.values() if isinstance(stage, VocabularyStage)]
-    config = own[-1].config
-    shared = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    found = [exchanged(message, shared) for message in of_slices]
-    messages = {name: tuple(each[name] for each in found) for name in found[0]}
-    shapes = [message.shape or () for message in messages[GRADIENT]]
-    actions = Shards(own, [shape[:-1] for shape in shapes]).actions
-    if beside is not None:
-        further, exchanges = beside(own, messages[GRADIENT])
-        actions |= further
-        messages |= exchanges
-    return {
-        'actions': actions,
-        'collectives': session.collectives(pipeline, messages),
-    }
-
-
 class Shards:
     """S and T of this rank.
 
@@ -262,9 +195,10 @@ class Shards:
         rows: of each slice: (its tokens, micro batch).
     """
 
-    def __init__(self, stages: Sequence[VocabularyStage], rows: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, stages: Sequence[ModelStage], rows: Sequence[tuple[int, ...]]) -> None:
         self._stage, self._rows = stages[-1], rows
-        self._loss = next((stage for stage in stages if stage.is_last), None)
+        last = next((stage for stage in stages if stage.is_last), None)
+        self._loss = last and cast(OutputWrapper, last.wrappers[VOCABULARY])
         self._call: Call = self._stage.call
         self._kept: dict[Key, tuple[Logits, torch.Tensor]] = {}
         self._losses: dict[int, list[torch.Tensor]] = {}  # by microbatch, of slices so far
@@ -342,10 +276,6 @@ def _own_part(gradient: torch.Tensor, count: int, group: dist.ProcessGroup) -> t
 def require(models: Sequence[torch.nn.Module], arguments: Arguments) -> None:
     """Raise for a model without shards, or a call for more than its losses.
 
-    Args:
-        models: chunks of this rank, unwrapped.
-        arguments: of the call.
-
     Raises:
         NotImplementedError: names what, and the cure.
     """
@@ -362,3 +292,41 @@ def require(models: Sequence[torch.nn.Module], arguments: Arguments) -> None:
         )
     if problem is not None:
         raise NotImplementedError(f'{problem}, {_DROP}')
+
+
+def exchanges(context: CallContext) -> dict[str, tuple[Message, ...]]:
+    """Return the messages of S's collectives, by part of a sequence."""
+    config = get_model_config(context.chunks[-1])
+    shared = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    hidden, gradients = [], []
+    for message in context.messages:
+        assert message.shape is not None, 'sequences of any length are refused'
+        rows, *micro_batch, width = message.shape
+        beside = _BESIDE // message.dtype.itemsize
+        hidden.append(replace(message, shape=(rows, *micro_batch, width + beside)))
+        gradients.append(replace(message, shape=(rows * shared, *micro_batch, width)))
+    return {HIDDEN: tuple(hidden), GRADIENT: tuple(gradients)}
+
+
+class SplitVocabulary(Face):
+    """The output layer is on all ranks."""
+
+    nest = 30
+    comparable = False
+
+    def patches(self) -> Iterator[Patch]:
+        programs = self.session.programs
+        both = EMBEDDING in programs.trained
+        return vocabulary_division.patches(programs.num_chunks, self.session.collective, both)
+
+    def begin(self, context: CallContext) -> Wrap:
+        require(context.chunks, context.arguments)
+        return OutputWrapper
+
+    def passes(self, stages: Sequence[ModelStage], context: CallContext) -> Passes:
+        messages = exchanges(context)
+        rows = [(message.shape or ())[:-1] for message in messages[GRADIENT]]
+        return Passes(Shards(stages, rows).actions, messages)
+
+
+FACE = SplitVocabulary

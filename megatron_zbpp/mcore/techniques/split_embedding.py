@@ -8,23 +8,26 @@ first stage runs, and no other rank needs data.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_zbpp.ir import Pass
-from megatron_zbpp.mcore.iteration.stages import Read
-from megatron_zbpp.mcore.iteration.vocabulary import VocabularyStage, shard_of
-from megatron_zbpp.mcore.vocabulary import InputShard
+from megatron_zbpp.mcore.faces import CallContext, Face, Passes, Wrap
+from megatron_zbpp.mcore.iteration.stages import ModelStage, Read
+from megatron_zbpp.mcore.techniques.split_vocabulary import exchanges, shard_of
+from megatron_zbpp.mcore.techniques.vocabulary_shards import InputShard
 from megatron_zbpp.runtime.actions import Action, Inputs, Outputs
 from megatron_zbpp.runtime.channels import Message
 from megatron_zbpp.runtime.key import Key, key_of
-from megatron_zbpp.runtime.stage import MaybeTensor
+from megatron_zbpp.runtime.stage import ForwardStep, StepOutput, Wrapper
+from megatron_zbpp.techniques.composition import EMBEDDING as NAME
 from megatron_zbpp.techniques.vocabulary.graph import (
     EMBEDDING,
     EMBEDDING_GRADIENT,
+    GRADIENT,
     LOOKUP,
     READ,
     SCATTER,
@@ -41,12 +44,12 @@ class _Called(BaseException):
         self.arguments = arguments
 
 
-class EmbeddingStage(VocabularyStage):
-    """One chunk of a Megatron model whose embedding and output layer are on all ranks."""
+class EmbeddingWrapper(Wrapper):
+    """Reads tokens for all ranks, and gives the first stage the rows that all have looked up."""
 
-    def __init__(self, *of_stage: Any) -> None:
-        super().__init__(*of_stage)
-        self.inner: Any = unwrap_model(self.model)
+    def __init__(self, stage: ModelStage) -> None:
+        super().__init__(stage)
+        self.inner: Any = unwrap_model(stage.model)
         self.is_first: bool = self.inner.pre_process  # the one behind the embedding
         self._read: dict[int, list[Any]] = {}  # by microbatch
 
@@ -56,8 +59,8 @@ class EmbeddingStage(VocabularyStage):
         Raises:
             NotImplementedError: forward_step does not call the model with them.
         """
-        data = None if self.data_iterator is None else Read(self.data_iterator)
-        tokens = self.call.run_step(p, self._tokens, data)
+        data = None if self.stage.data_iterator is None else Read(self.stage.data_iterator)
+        tokens = self.stage.call.run_step(p, self._tokens, data)
         self._read[p.microbatch] = [] if data is None else data.items
         shard = input_shard(self.inner)
         shard.tokens = tokens if shard.tokens is None else shard.tokens
@@ -69,15 +72,14 @@ class EmbeddingStage(VocabularyStage):
         def stop(_: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             raise _Called(bind(*args, **kwargs).arguments)
 
-        tokens = None
+        tokens, given = None, self.stage.call.arguments
         handle = self.inner.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
         try:
-            self.call.arguments.forward_step_func(data, self.model)
+            given.forward_step_func(data, self.stage.model)
         except _Called as called:
             tokens = called.arguments.get('input_ids')
         finally:
             handle.remove()
-        given = self.call.arguments
         if tokens is None or tokens.size(0) != given.micro_batch_size:
             raise NotImplementedError(
                 'the embedding is on all pipeline ranks, which get the tokens first: let '
@@ -85,21 +87,19 @@ class EmbeddingStage(VocabularyStage):
             )
         return tokens.contiguous()
 
-    def _by_megatron(
-        self, p: Pass, received: MaybeTensor, data: Iterator | None, results: list[Any]
-    ) -> Any:
+    def reads(self, p: Pass, data: Iterator | None) -> Iterator | None:
+        if not self.is_first or data is None:
+            return data
+        return iter(self._read.pop(p.microbatch, ()))  # the first slice reads for all
+
+    def step(self, forward: ForwardStep, inner: Callable[[ForwardStep], StepOutput]) -> StepOutput:
         if not self.is_first:
-            return super()._by_megatron(p, received, data, results)
-        input_shard(self.inner).given = received
+            return inner(forward)
+        input_shard(self.inner).given = forward.received
         try:
-            return super()._by_megatron(p, None, data, results)
+            return inner(forward._replace(received=None))
         finally:
             input_shard(self.inner).given = None
-
-    def _data(self, p: Pass) -> Iterator | None:
-        if not self.is_first or self.data_iterator is None:
-            return self.data_iterator
-        return iter(self._read.pop(p.microbatch, ()))  # the first slice reads for all
 
 
 class Lookups:
@@ -113,11 +113,11 @@ class Lookups:
         lengths: tokens of each slice; of a whole sequence, one.
     """
 
-    def __init__(self, stages: Sequence[Any], lengths: Sequence[int]) -> None:
-        self._lengths = lengths
-        self._stage: EmbeddingStage = stages[-1]
-        self._first = next((stage for stage in stages if stage.is_first), None)
-        self._shard = input_shard(self._stage.inner)
+    def __init__(self, stages: Sequence[ModelStage], lengths: Sequence[int]) -> None:
+        self._lengths, self._stage = lengths, stages[-1]
+        wrappers = [cast(EmbeddingWrapper, stage.wrappers[NAME]) for stage in stages]
+        self._first = next((each for each in wrappers if each.is_first), None)
+        self._shard = input_shard(wrappers[-1].inner)
         self._is_tied = shard_of(self._stage.model).is_tied
         self._of_slices: Sequence[torch.Tensor] = ()  # tokens of the microbatch that D reads
         self._tokens: dict[Key, torch.Tensor] = {}
@@ -160,23 +160,27 @@ class Lookups:
         return {}
 
 
-def of_executor(
-    stages: Sequence[Any], of_slices: Sequence[Message]
-) -> tuple[dict[str, Action], dict[str, tuple[Message, ...]]]:
-    """Return the actions of D, I and J, and the messages of their collectives.
-
-    Args:
-        stages: of this rank, in the order of its chunks.
-        of_slices: hidden states of each, (its tokens, micro batch, hidden size).
-    """
-    shapes = [each.shape for each in of_slices if each.shape is not None]
-    rows = input_shard(stages[-1].inner).rows
-    words = tuple(Message((b, s), torch.int64, rows.device) for s, b, _ in shapes)
-    looked_up = tuple(Message((b, s, h), rows.dtype, rows.device) for s, b, h in shapes)
-    messages = {TOKENS: words, EMBEDDING: looked_up, EMBEDDING_GRADIENT: looked_up}
-    return Lookups(stages, [s for s, *_ in shapes]).actions, messages
-
-
 def input_shard(model: Any) -> InputShard:
     """Return the shard of a chunk, unwrapped."""
     return model.embedding.word_embeddings
+
+
+class SplitEmbedding(Face):
+    """The word embedding is on all ranks, beside the output layer."""
+
+    nest = 40  # whatever else looks at what the first stage has received is within
+
+    def begin(self, context: CallContext) -> Wrap:
+        return EmbeddingWrapper
+
+    def passes(self, stages: Sequence[ModelStage], context: CallContext) -> Passes:
+        # hidden states of each part, (its tokens, micro batch, hidden size)
+        shapes = [each.shape for each in exchanges(context)[GRADIENT] if each.shape is not None]
+        rows = input_shard(unwrap_model(stages[-1].model)).rows
+        words = tuple(Message((b, s), torch.int64, rows.device) for s, b, _ in shapes)
+        looked_up = tuple(Message((b, s, h), rows.dtype, rows.device) for s, b, h in shapes)
+        messages = {TOKENS: words, EMBEDDING: looked_up, EMBEDDING_GRADIENT: looked_up}
+        return Passes(Lookups(stages, [s for s, *_ in shapes]).actions, messages)
+
+
+FACE = SplitEmbedding

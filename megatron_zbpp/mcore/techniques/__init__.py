@@ -1,0 +1,1 @@
+"""Training faces: what each technique does where its schedule trains, a file of its name."""
