@@ -12,11 +12,9 @@ from typing import Any
 
 from megatron_zbpp.analysis.gain import gain_of
 from megatron_zbpp.cli import values
-from megatron_zbpp.cli.layer_costs import load_layers
-from megatron_zbpp.cli.printing import gib, print_json, print_wrapped
+from megatron_zbpp.cli.arguments import load_layers
+from megatron_zbpp.cli.printing import gib, print_json, print_table, print_wrapped, progress
 from megatron_zbpp.cli.profiling import SIZES, add_sizes, option, shape_of
-from megatron_zbpp.cli.progress import progress
-from megatron_zbpp.cli.tables import print_table
 from megatron_zbpp.partitioning.advise.flags import flags_of
 from megatron_zbpp.partitioning.advise.job import JOB_SIZES, STOCK, Job, Setup
 from megatron_zbpp.partitioning.advise.prediction import BY_RATES, BY_TIMES, Prediction, stages_of

@@ -9,8 +9,7 @@ from argparse import ArgumentParser, Namespace
 
 from megatron_zbpp.analysis.gain import idle_parts
 from megatron_zbpp.cli import values
-from megatron_zbpp.cli.inputs import Case
-from megatron_zbpp.cli.layer_costs import load_devices, load_layers, require_bytes
+from megatron_zbpp.cli.arguments import add_search, load_devices, load_layers
 from megatron_zbpp.cli.printing import (
     draw,
     gib,
@@ -19,15 +18,16 @@ from megatron_zbpp.cli.printing import (
     picture_format,
     print_json,
     print_reversed,
+    print_table,
     print_wrapped,
+    searched,
     write,
 )
-from megatron_zbpp.cli.searching import add_search, searched
-from megatron_zbpp.cli.tables import print_table
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.formats import BYTES
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.partitioning.devices import Devices
+from megatron_zbpp.partitioning.layer_costs import require_bytes
 from megatron_zbpp.partitioning.layers import KINDS, Layers
 from megatron_zbpp.partitioning.plans import (
     PartitionInterrupted,
@@ -38,6 +38,7 @@ from megatron_zbpp.partitioning.plans import (
 )
 from megatron_zbpp.partitioning.space import OBJECTIVES, Space
 from megatron_zbpp.partitioning.strategies.by_name import ORDERING, STRATEGIES
+from megatron_zbpp.planner.cases import Case
 from megatron_zbpp.planner.limits import Bytes, Limit
 from megatron_zbpp.render.scene import number
 
@@ -208,7 +209,8 @@ def _finish(
     """Print and write a plan; return 0."""
     made = found.facts(layers, devices)
     if picture is not None:
-        _draw(args, picture, found)
+        case = Case(found.schedule, found.costs, found.units)
+        draw(args.output, picture, args.title, {found.layout: case}, 'predicted')
     elif args.output:
         write(args.output, json.dumps(made, indent=1))
     print_json(made) if args.json else _print(found, devices, bool(args.memory_limit))
@@ -269,9 +271,3 @@ def _print_ranks(found: PartitionPlan, timeline: Timeline, devices: Devices) -> 
         memory = [amount(most), *([amount(static), amount(most + static)] if has else [])]
         rows.append([rank, name, own, number(timeline.busy(rank)), *memory])
     print_table(heads, rows)
-
-
-def _draw(args: Namespace, to: str, found: PartitionPlan) -> None:
-    """Write the picture of a plan."""
-    case = Case(found.schedule, found.costs, found.units)
-    draw(args, to, {found.layout: case}, {found.layout: found.timeline}, 'predicted')

@@ -11,8 +11,7 @@ import docstring_parser
 
 from megatron_zbpp.cli import values
 from megatron_zbpp.cli.arguments import add_renamed
-from megatron_zbpp.cli.printing import print_json, write
-from megatron_zbpp.cli.tables import print_table
+from megatron_zbpp.cli.printing import print_json, print_table, write
 from megatron_zbpp.ir import B, F, Placement, W, files
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.costs_file import ROUTES

@@ -8,14 +8,13 @@ which there are most layers: of `Ett|ttL` the embedding takes only what the seco
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from megatron_zbpp.analysis.least_squares import non_negative
 from megatron_zbpp.ir import B, F, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.layers import KINDS, Layer, Layers
-from megatron_zbpp.techniques.slices.balance import Attention
 
-_ROUNDS = 20_000
 _TIMED = {'forward': F, 'backward': B, 'weight': W}  # fields of a layer, by kind
 _CONSTANT = ''  # the kind of what each stage takes whatever its layers
 
@@ -76,32 +75,6 @@ def fit_layers(
     return Layers(tuple(made)), error
 
 
-def fit_attention(times: Mapping[int, float], length: int) -> Attention:
-    """Return what F of sequences of `length` tokens is made of, by measured times of F.
-
-    They are fitted by what grows with tokens and with pairs of them, and of three or more by what
-    is the same for all.
-
-    Args:
-        times: of F of one stage, by the tokens of a sequence.
-        length: of the sequences to slice.
-
-    Raises:
-        ValueError: there are too few, or one is 0.
-    """
-    if len(times) < 2 or min(times.values()) <= 0:
-        raise ValueError(
-            'measured times of F tell what attention takes by two lengths or more, and none is 0: '
-            'give such as 8192=21.5,32768=140'
-        )
-    powers = (1, 2) if len(times) == 2 else (0, 1, 2)
-    # each as a share of what was measured: short sequences count as much as long ones
-    rows = [[(tokens / length) ** k / time for k in powers] for tokens, time in times.items()]
-    found = dict(zip(powers, non_negative(rows, [1.0] * len(rows)), strict=True))
-    whole = sum(found.values())
-    return Attention(found[2] / whole, found.get(0, 0.0) / whole)
-
-
 def _values(costs: Costs, name: str) -> Sequence[float]:
     """Return the entries of a field of `Layer`, by stage."""
     if name in _TIMED:
@@ -122,29 +95,3 @@ def _error(
         abs(sum(x * y for x, y in zip(row, solved, strict=True)) - value) / scale
         for row, value in zip(rows, values, strict=True)
     )
-
-
-def non_negative(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Return the least squares solution of which nothing is below 0, by coordinates.
-
-    >>> [round(x, 6) for x in non_negative([[1, 1], [0, 2], [1, 0]], [3, 4, 1])]
-    [1.0, 2.0]
-
-    Args:
-        rows: an equation each.
-        values: what each should come to.
-    """
-    count = len(rows[0])
-    gram = [[sum(row[i] * row[j] for row in rows) for j in range(count)] for i in range(count)]
-    wanted = [sum(row[i] * v for row, v in zip(rows, values, strict=True)) for i in range(count)]
-    solved = [0.0] * count
-    for _ in range(_ROUNDS):
-        moved = 0.0
-        for i in range(count):
-            rest = wanted[i] - sum(gram[i][j] * solved[j] for j in range(count) if j != i)
-            value = max(0.0, rest / gram[i][i]) if gram[i][i] else 0.0
-            moved = max(moved, abs(value - solved[i]))
-            solved[i] = value
-        if moved <= 1e-13 * max(solved):
-            break
-    return solved

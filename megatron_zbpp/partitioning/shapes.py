@@ -14,9 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from math import isfinite
 
-from megatron_zbpp.partitioning.fitting import fit_attention
 from megatron_zbpp.partitioning.layers import Layer, Layers
-from megatron_zbpp.techniques.slices.balance import Attention
+from megatron_zbpp.techniques.slices.balance import Attention, fit_attention
 
 MODELS = ('gpt', 'llama', 'mla', 'moe', 'hybrid')
 # fields that some models only have

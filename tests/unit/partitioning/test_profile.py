@@ -9,9 +9,10 @@ import pytest
 from instances import P1
 
 from megatron_zbpp import Devices, Layers, Placement
+from megatron_zbpp.analysis.least_squares import non_negative
 from megatron_zbpp.cli import main
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.partitioning.fitting import fit_layers, non_negative
+from megatron_zbpp.partitioning.fitting import fit_layers
 from megatron_zbpp.partitioning.shapes import Shape, layers_of
 from megatron_zbpp.partitioning.speeds import measured_devices
 from megatron_zbpp.partitioning.stages import Partition, stage_costs
