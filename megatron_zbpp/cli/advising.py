@@ -15,10 +15,16 @@ from megatron_zbpp.cli import values
 from megatron_zbpp.cli.arguments import load_layers
 from megatron_zbpp.cli.printing import gib, print_json, print_table, print_wrapped, progress
 from megatron_zbpp.cli.profiling import SIZES, add_sizes, option, shape_of
-from megatron_zbpp.partitioning.advise.flags import flags_of
 from megatron_zbpp.partitioning.advise.job import JOB_SIZES, STOCK, Job, Setup
 from megatron_zbpp.partitioning.advise.prediction import BY_RATES, BY_TIMES, Prediction, stages_of
-from megatron_zbpp.partitioning.advise.search import HELD, SCHEDULES, Advice, advise, with_measured
+from megatron_zbpp.partitioning.advise.search import (
+    HELD,
+    SCHEDULES,
+    Advice,
+    advise,
+    flags_of,
+    with_measured,
+)
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.planner.limits import Bytes
 from megatron_zbpp.schedules import find

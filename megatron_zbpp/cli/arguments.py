@@ -82,12 +82,7 @@ def add_shape(
 ) -> None:
     """Add p, m, n and v."""
     parser.add_argument(
-        '--pp',
-        type=values.ranks,
-        dest='num_ranks',
-        metavar='P',
-        required=required,
-        help='ranks',
+        '--pp', type=values.ranks, dest='num_ranks', metavar='P', required=required, help='ranks'
     )
     parser.add_argument(
         '--microbatches',
@@ -103,11 +98,7 @@ def add_shape(
         parser.add_argument('--vpp', type=values.count, dest='num_chunks', metavar='V', help=text)
     else:
         parser.add_argument(
-            '--vpp',
-            type=chunks,
-            dest='num_chunks',
-            metavar='V,...',
-            help=f'{text}; default 1,2,4',
+            '--vpp', type=chunks, dest='num_chunks', metavar='V,...', help=f'{text}; default 1,2,4'
         )
 
 
@@ -164,12 +155,7 @@ def _attention(text: str) -> float | dict[int, float]:
 
 
 def add_vocabulary(parser: ArgumentParser, share: Callable[[str], object] | None = None) -> None:
-    """Add the output layer on all ranks.
-
-    Args:
-        parser: of a command.
-        share: reads what is asked for, auto and auto:SHARE, too; None: no such choice is to be had.
-    """
+    """Add the output layer on all ranks."""
     where = f'; auto: where it pays, with {USUAL_SHARE} or times of FILE for no SHARE'
     choice = f'|auto|auto:SHARE|auto:{IN_FILE}' if share else ''
     parser.add_argument(
@@ -280,14 +266,7 @@ def add_copy_ratio(parser: ArgumentParser) -> None:
 def add_search(
     command: ArgumentParser, objectives: Sequence[str], seconds: float, more: str = ''
 ) -> None:
-    """Add what a search is for, how long it takes, and where its plan goes.
-
-    Args:
-        command: that searches.
-        objectives: that it knows.
-        seconds: by default.
-        more: what else can be written.
-    """
+    """Add what a search is for, how long it takes, and where its plan goes."""
     asynchronous = ', period for asynchronous training' if 'period' in objectives else ''
     command.add_argument(
         '--objective',
@@ -347,22 +326,12 @@ def _read(text: str, read: Callable[[str], _Read], wanted: str) -> _Read:
 
 
 def load_layers(path: str) -> Layers:
-    """Return the layers in a file.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it has none; the message names the file.
-    """
+    """Return the layers in a file."""
     return _read_part(path, Layers.from_json, 'layers')
 
 
 def load_devices(path: str | None, ranks: int | None) -> Devices:
-    """Return the devices in a file, or so many that are alike.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: neither is given, or they contradict each other.
-    """
+    """Return the devices in a file, or so many that are alike."""
     if path is None:
         if ranks is None:
             raise ValueError('--pp or --devices: say how many ranks there are')

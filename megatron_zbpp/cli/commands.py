@@ -40,8 +40,7 @@ from megatron_zbpp.cli.printing import (
 from megatron_zbpp.ir import Schedule, W, formats
 from megatron_zbpp.ir.graph import HOST
 from megatron_zbpp.ir.grid import grid
-from megatron_zbpp.partitioning.freeze_plans import UNIT, FreezePlan
-from megatron_zbpp.partitioning.freezing import FREEZE_STEPS, Freezing, freeze
+from megatron_zbpp.partitioning.freeze_plans import FREEZE_STEPS, UNIT, FreezePlan, Freezing, freeze
 from megatron_zbpp.planner.cases import Case, CaseRequest
 from megatron_zbpp.planner.figures import facts, shape
 from megatron_zbpp.render.planner_page import Sizes, planner_page
@@ -333,10 +332,7 @@ def freeze_schedule(args: Namespace) -> None:
         found = freeze(case.schedule, case.costs, args.most, done)
     stages = [found.stage(stage) for stage in range(case.schedule.num_stages)]
     if args.output:
-        write(
-            args.output,
-            FreezePlan.of(case.schedule, found, args.warm_up, args.unit).to_json(),
-        )
+        write(args.output, FreezePlan.of(case.schedule, found, args.warm_up, args.unit).to_json())
     if args.json:
         ratios = {str(p): ratio for p, ratio in found.ratios.items()}
         return print_json(

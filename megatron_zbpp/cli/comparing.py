@@ -8,13 +8,7 @@ from pathlib import Path
 
 from megatron_zbpp.analysis.gain import RIVAL
 from megatron_zbpp.cli import values
-from megatron_zbpp.cli.arguments import (
-    add_renamed,
-    case_request,
-    flag,
-    load_devices,
-    load_layers,
-)
+from megatron_zbpp.cli.arguments import add_renamed, case_request, flag, load_devices, load_layers
 from megatron_zbpp.cli.partitioning import limit_of
 from megatron_zbpp.cli.printing import (
     draw,
@@ -130,12 +124,7 @@ def _compare_partitions(args: Namespace) -> None:
     with progress('comparing', 'it', len(latencies)) as done:
         for at, latency in enumerate(latencies, 1):
             rows += compared(
-                layers,
-                devices,
-                args.num_microbatches,
-                wanted,
-                [latency],
-                memory_limit=limit,
+                layers, devices, args.num_microbatches, wanted, [latency], memory_limit=limit
             )
             done(at / len(latencies))
     for row in (each for each in rows if not each.fits):

@@ -261,10 +261,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument('--slices', type=values.count, metavar='N', help='of each sequence')
     parser.add_argument(
-        '--memory-limit',
-        type=values.amount,
-        metavar='A',
-        help=meaning('memory_limit'),
+        '--memory-limit', type=values.amount, metavar='A', help=meaning('memory_limit')
     )
 
 

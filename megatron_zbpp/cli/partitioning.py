@@ -114,11 +114,7 @@ def _require_work(layers: Layers) -> None:
 
 
 def placements_of(text: str | None, layers: Layers, ranks: int) -> list[Placement]:
-    """Return the placements that are named: loop, v, wave, with the chunks of a rank behind.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
+    """Return the placements that are named: loop, v, wave, with the chunks of a rank behind."""
     if text is None:
         return default_placements(layers, ranks)
     found: list[Placement] = []
@@ -135,11 +131,7 @@ def placements_of(text: str | None, layers: Layers, ranks: int) -> list[Placemen
 
 
 def limit_of(given: list[float] | None, layers: Layers, file: str) -> Limit:
-    """Return the limit of memory: one for all, one a device, or none.
-
-    Raises:
-        ValueError: some limits are in bytes and others are not, or the layers are not.
-    """
+    """Return the limit of memory: one for all, one a device, or none."""
     given = given or []
     require_bytes(layers, file, given)
     if len({isinstance(limit, Bytes) for limit in given}) > 1:

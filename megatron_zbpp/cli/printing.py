@@ -198,16 +198,7 @@ def print_wrapped(text: str) -> None:
 
 
 def picture_format(path: str | None, title: str | None, saves: str = '') -> str | None:
-    """Return the format of a picture by the suffix of its path; None: no picture.
-
-    Args:
-        path: of --output.
-        title: of --title.
-        saves: what a path that ends in .json asks for, which is no picture; empty: nothing.
-
-    Raises:
-        ValueError: there is no such format, or a title of no picture.
-    """
+    """Return the format of a picture by the suffix of its path; None: no picture."""
     plain = not path or (bool(saves) and path.endswith('.json'))
     if plain and title is not None:
         raise ValueError(f'--title {title!r} heads a picture: name one by -o')

@@ -16,10 +16,9 @@ from megatron_zbpp.ir import B, F, Placement, W, files
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.costs_file import ROUTES
 from megatron_zbpp.ir.plan_costs import stages_file
-from megatron_zbpp.partitioning.fitting import fit_layers
+from megatron_zbpp.partitioning.fitting import fit_layers, measured_devices
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.partitioning.shapes import MODELS, OWN_FIELDS, Shape, attention_of, layers_of
-from megatron_zbpp.partitioning.speeds import measured_devices
 from megatron_zbpp.partitioning.times.sources import read_times
 from megatron_zbpp.partitioning.times.stage_times import Measured
 from megatron_zbpp.render.scene import number

@@ -10,8 +10,7 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.formats import BYTES, MANY, Units
 from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.layers import Layers
-from megatron_zbpp.partitioning.space import Space
-from megatron_zbpp.partitioning.stages import Partition, stage_costs
+from megatron_zbpp.partitioning.space import Partition, Space, stage_costs
 from megatron_zbpp.planner.cost_sources import CostSource, Naming
 from megatron_zbpp.planner.limits import Bytes
 

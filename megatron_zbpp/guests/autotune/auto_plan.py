@@ -27,7 +27,7 @@ from megatron_zbpp.guests.measurements import WARM_UP, Measured, measured, merge
 from megatron_zbpp.ir import B, F, Placement, Schedule, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.plan_costs import in_reverse, message_times
-from megatron_zbpp.partitioning.speeds import slow_ranks
+from megatron_zbpp.partitioning.fitting import slow_ranks
 from megatron_zbpp.runtime.log import rank_log
 from megatron_zbpp.runtime.observe.measure import Iteration
 from megatron_zbpp.techniques.vocabulary.whole import WHOLE, has_shards, rival_costs

@@ -17,10 +17,9 @@ from megatron_zbpp.guests.autotune.background import BackgroundSearch, partition
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.devices import Devices
-from megatron_zbpp.partitioning.fitting import fit_layers
+from megatron_zbpp.partitioning.fitting import fit_layers, measured_devices
 from megatron_zbpp.partitioning.layers import Layers
-from megatron_zbpp.partitioning.speeds import measured_devices
-from megatron_zbpp.partitioning.stages import Partition, stage_costs
+from megatron_zbpp.partitioning.space import Partition, stage_costs
 from megatron_zbpp.planner.cache import default_folder
 
 _WORTH = 0.01  # the least gain that a new start is worth
