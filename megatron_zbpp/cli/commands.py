@@ -243,7 +243,7 @@ def doctor(args: Namespace) -> int:
     from megatron_zbpp.mcore.command_line.doctor import examine, text_of
 
     try:
-        report = examine(args.line, args.gpus, now, rates_of(args))
+        report = examine(args.line, args.gpus, now, rates_of(vars(args)))
     finally:
         now('')
     print_json(report.to_dict()) if args.json else print(text_of(report, args.verbose))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_zbpp.analysis.gain import RIVAL
 from megatron_zbpp.cli import values
@@ -114,7 +116,7 @@ def compare(args: Namespace) -> None:
 
 def _compare_partitions(args: Namespace) -> None:
     """Print which schedule is best on which partition at which latency; write the CSV."""
-    _refuse_what_is_not_read(args)
+    _require_read(vars(args))
     layers, devices = load_layers(args.layers), load_devices(args.devices, args.num_ranks)
     wanted, latencies = list(args.schedules or names()), args.latencies or [0.0]
     given = args.memory_limit and [args.memory_limit]
@@ -172,10 +174,11 @@ def _reasons(skipped: dict[str, str]) -> list[str]:
     return [f'without {name}: {why}' for name, why in skipped.items()]
 
 
-def _refuse_what_is_not_read(args: Namespace) -> None:
-    if args.num_ranks is None or args.num_microbatches is None:
-        missing = flag('num_ranks' if args.num_ranks is None else 'num_microbatches')
-        raise ValueError(f'--layers-file needs {missing}: give a number from 1 up')
+def _require_read(given: Mapping[str, Any]) -> None:
+    """Raise ValueError for options that a comparison of partitions does not read."""
+    for name in ('num_ranks', 'num_microbatches'):
+        if given[name] is None:
+            raise ValueError(f'--layers-file needs {flag(name)}: give a number from 1 up')
     cures = {
         'file': 'partitions have their named schedules',
         'costs': 'the file of layers has them',
@@ -189,8 +192,8 @@ def _refuse_what_is_not_read(args: Namespace) -> None:
     }
     defaults = {'costs': NO_TIMES, 'vocab_layers': OUTPUT, 'against': RIVAL}
     for name, cure in ((each, cure) for dests, cure in cures.items() for each in dests.split()):
-        given, default = getattr(args, name), defaults.get(name)
-        if given is not default and (name == 'costs' or given != default):
+        value, default = given[name], defaults.get(name)
+        if value is not default and (name == 'costs' or value != default):
             raise ValueError(f'{flag(name)} does not go with --layers-file: {cure}; leave it out')
 
 

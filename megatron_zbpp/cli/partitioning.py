@@ -9,7 +9,7 @@ from argparse import ArgumentParser, Namespace
 
 from megatron_zbpp.analysis.gain import idle_parts
 from megatron_zbpp.cli import values
-from megatron_zbpp.cli.arguments import add_search, load_devices, load_layers
+from megatron_zbpp.cli.arguments import add_search, flag, load_devices, load_layers
 from megatron_zbpp.cli.printing import (
     draw,
     gib,
@@ -145,70 +145,56 @@ def partition_layers(args: Namespace) -> int:
     _require_work(layers)
     devices = load_devices(args.devices, args.pp)
     limit = limit_of(args.memory_limit, layers, args.layers)
-    picture = picture_format(args.output, args.title, 'the plan')
+    picture, status = picture_format(args.output, args.title, 'the plan'), 0
+    asked = {'objective': args.objective, 'fused': args.fused, 'keep_order': args.keep_order}
     if args.strategy:
-        _refuse_what_a_strategy_ignores(args)
-        found, said = partition_by(args.strategy, _space(args, layers, devices, limit))
+        own = 'it has one chunk a rank, and stages of its own'
+        ignored = {'placements': own, 'schedules': own, 'exact': own}
+        if args.strategy in ORDERING:
+            ignored['keep_order'] = 'it chooses the order'
+        for name, why in ignored.items():
+            if getattr(args, name):
+                raise ValueError(
+                    f'--strategy {args.strategy} takes no {flag(name)}: {why}; leave out one of '
+                    'the two'
+                )
+        loop = [Placement.loop(len(devices))]
+        space = Space.of(layers, devices, args.microbatches, loop, limit, **asked)
+        found, said = partition_by(args.strategy, space)
         print(said, file=sys.stderr if args.json else sys.stdout)
-        return _finish(args, found, layers, devices, picture)
-    found, status = searched(
-        'partitioning',
-        'this is the best partition',
-        lambda done: partition(
-            layers,
-            devices,
-            args.microbatches,
-            placements=placements_of(args.placements, layers, len(devices)),
-            memory_limit=limit,
-            objective=args.objective,
-            fused=args.fused,
-            keep_order=args.keep_order,
-            schedules=args.schedules,
-            exact=args.exact,
-            seconds=args.seconds,
-            top=args.top,
-            seed=args.seed,
-            progress=done,
-        ),
-        lambda e: e.best if isinstance(e, PartitionInterrupted) else None,
-    )
-    return _finish(args, found, layers, devices, picture) or status
-
-
-def _refuse_what_a_strategy_ignores(args: Namespace) -> None:
-    ignored = {
-        name: 'it has one chunk a rank, and stages of its own'
-        for name in ('placements', 'schedules', 'exact')
-        if getattr(args, name)
-    }
-    if args.keep_order and args.strategy in ORDERING:
-        ignored['keep-order'] = 'it chooses the order'
-    for name, why in ignored.items():
-        raise ValueError(
-            f'--strategy {args.strategy} takes no --{name}: {why}; leave out one of the two'
+    else:
+        found, status = searched(
+            'partitioning',
+            'this is the best partition',
+            lambda done: partition(
+                layers,
+                devices,
+                args.microbatches,
+                placements=placements_of(args.placements, layers, len(devices)),
+                memory_limit=limit,
+                schedules=args.schedules,
+                exact=args.exact,
+                seconds=args.seconds,
+                top=args.top,
+                seed=args.seed,
+                progress=done,
+                **asked,
+            ),
+            lambda e: e.best if isinstance(e, PartitionInterrupted) else None,
         )
-
-
-def _space(args: Namespace, layers: Layers, devices: Devices, limit: Limit) -> Space:
-    loop = [Placement.loop(len(devices))]
-    m = args.microbatches
-    return Space.of(layers, devices, m, loop, limit, args.objective, args.fused, args.keep_order)
-
-
-def _finish(
-    args: Namespace, found: PartitionPlan, layers: Layers, devices: Devices, picture: str | None
-) -> int:
-    """Print and write a plan; return 0."""
     made = found.facts(layers, devices)
     if picture is not None:
         case = Case(found.schedule, found.costs, found.units)
         draw(args.output, picture, args.title, {found.layout: case}, 'predicted')
     elif args.output:
         write(args.output, json.dumps(made, indent=1))
-    print_json(made) if args.json else _print(found, devices, bool(args.memory_limit))
-    if args.output and not args.json:
+    if args.json:
+        print_json(made)
+        return status
+    _print(found, devices, bool(args.memory_limit))
+    if args.output:
         print(f'wrote {args.output}')
-    return 0
+    return status
 
 
 def _print(found: PartitionPlan, devices: Devices, limited: bool) -> None:

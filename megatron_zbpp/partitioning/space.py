@@ -81,7 +81,7 @@ def parameters_held(layers: Layers, partition: Partition) -> tuple[float, ...]:
 def memory_limits(
     layers: Layers, devices: Devices, partition: Partition, limits: Sequence[float]
 ) -> tuple[float, ...]:
-    """Return the most activations of each rank: what parameters leave of its limit and its memory."""
+    """Return the most activations of each rank: its limit or memory less its parameters."""
     taken = parameters_held(layers, partition)
     return tuple(
         max(min(limits[device], devices.devices[device].memory) - own, -1.0)

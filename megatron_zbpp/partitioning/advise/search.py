@@ -12,6 +12,7 @@ from typing import NamedTuple
 from megatron_zbpp.partitioning.advise.job import FULL, SELECTIVE, STOCK, Job, Setup
 from megatron_zbpp.partitioning.advise.layer_costs import modules_again, savings
 from megatron_zbpp.partitioning.advise.prediction import Prediction, Stages, predict, stages_of
+from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.schedules import find
 
 # Flags that a setup gives itself or whose values are of another setup: with a value, and without.
@@ -272,3 +273,42 @@ def with_measured(job: Job, measured: tuple[float, float, float], setup: Setup) 
         raise ValueError('measured layers take no time in F, B or W: give a file with all three')
     f, b, w = (took / made for took, made in zip(measured, own, strict=True))
     return replace(job, factors=(f, b, w))
+
+
+def with_layers(job: Job, own: Setup, layers: Layers) -> Job:
+    """Return the job with the times of measured layers, and products as fast as these tell.
+
+    Args:
+        job: of any rate of products.
+        own: setup that the layers were measured with.
+        layers: of the whole model, with an embedding and a loss, in seconds.
+
+    Raises:
+        ValueError: they are another model's, or less than communication alone takes.
+    """
+    if len(layers) != job.shape.layers + job.shape.mtp + 2:
+        raise ValueError(
+            f'--layers-file has {len(layers)} layers, the launch line {job.shape.layers} and '
+            f'{job.shape.mtp} of multi-token prediction, an embedding and a loss: give its own'
+        )
+    times = zip(*((each.forward, each.backward, each.weight) for each in layers), strict=True)
+    forward, backward, weight = map(sum, times)
+    measured = forward + backward + weight
+    slow, fast = (
+        sum(map(sum, stages_of(_at_rate(job, tflops), own).costs.times.values()))
+        for tflops in (1.0, 2.0)
+    )
+    products = 2 * (slow - fast)  # at 1 TFLOP/s
+    talk = slow - products
+    if not measured > talk:
+        raise ValueError(
+            f'--within {job.within:g}, --between {job.between:g}: communication alone would take '
+            f'{talk:.3g} s a microbatch, and all of --layers-file {measured:.3g} s: give the rates '
+            'of the links that it was measured on'
+        )
+    rated = _at_rate(job, products / (measured - talk))
+    return with_measured(rated, (forward, backward, weight), own)
+
+
+def _at_rate(job: Job, tflops: float) -> Job:
+    return replace(job, shape=replace(job.shape, tflops=tflops))
