@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from megatron_zbpp.partitioning.layers import Layer, Layers
     from megatron_zbpp.partitioning.plans import PartitionPlan, partition
     from megatron_zbpp.planner.compare import compare
-    from megatron_zbpp.planner.plans import plan
+    from megatron_zbpp.planning import frontier, plan
     from megatron_zbpp.render.drawing import draw
     from megatron_zbpp.runtime.measure import Figures
     from megatron_zbpp.schedules import Family, build
@@ -74,6 +74,7 @@ __all__ = [
     'families',
     'figures',
     'forwards',
+    'frontier',
     'guard',
     'layout_for',
     'load',
@@ -100,7 +101,7 @@ _MODULES = {
     'partitioning.layers': ('Layer', 'Layers'),
     'partitioning.plans': ('PartitionPlan', 'partition'),
     'planner.compare': ('compare',),
-    'planner.plans': ('plan',),
+    'planning': ('frontier', 'plan'),
     'render.drawing': ('draw',),
     'schedules': ('Family', 'build'),
 }

@@ -12,7 +12,7 @@ from megatron_zbpp.mcore.lowered import for_megatron
 from megatron_zbpp.partitioning.devices import Device, Devices
 from megatron_zbpp.partitioning.layers import Layer, Layers
 from megatron_zbpp.partitioning.plans import PartitionPlan, partition
-from megatron_zbpp.partitioning.stages import Partition, stage_costs
+from megatron_zbpp.partitioning.space import Partition, stage_costs
 from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques.vocabulary.graph import S, T
 from megatron_zbpp.techniques.vocabulary.place import in_embedding_shards, in_shards

@@ -6,22 +6,24 @@ import shlex
 import textwrap
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_zbpp.analysis.gain import gain_of
 from megatron_zbpp.cli import values
-from megatron_zbpp.cli.layer_costs import load_layers
-from megatron_zbpp.cli.printing import gib, print_json, print_wrapped
+from megatron_zbpp.cli.arguments import load_layers
+from megatron_zbpp.cli.printing import gib, print_json, print_table, print_wrapped, progress
 from megatron_zbpp.cli.profiling import SIZES, add_sizes, option, shape_of
-from megatron_zbpp.cli.progress import progress
-from megatron_zbpp.cli.tables import print_table
-from megatron_zbpp.partitioning.advise.flags import flags_of
 from megatron_zbpp.partitioning.advise.job import JOB_SIZES, STOCK, Job, Setup
-from megatron_zbpp.partitioning.advise.prediction import BY_RATES, BY_TIMES, Prediction, stages_of
-from megatron_zbpp.partitioning.advise.search import HELD, SCHEDULES, Advice, advise, with_measured
-from megatron_zbpp.partitioning.layers import Layers
+from megatron_zbpp.partitioning.advise.prediction import BY_RATES, BY_TIMES, Prediction
+from megatron_zbpp.partitioning.advise.search import (
+    HELD,
+    SCHEDULES,
+    Advice,
+    advise,
+    flags_of,
+    with_layers,
+)
 from megatron_zbpp.planner.limits import Bytes
 from megatron_zbpp.schedules import find
 
@@ -45,6 +47,7 @@ _RATES = {
     'between': 'GB/s that a GPU sends to other nodes',
     'host': 'GB/s of copies between a GPU and its host',
 }
+_MACHINE = ('gpus', 'memory', 'gpus_per_node', 'reserve', *_RATES)  # fields of `Job`
 
 
 def add_advise(command: ArgumentParser) -> None:
@@ -124,9 +127,9 @@ def add_rates(command: ArgumentParser) -> None:
     _add_machine(command)
 
 
-def rates_of(args: Namespace) -> dict[str, Any]:
+def rates_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rates that `add_rates` added."""
-    return {name: getattr(args, name) for name in (*_NOT_IN_A_LINE, 'gpus_per_node', *_RATES)}
+    return {name: options[name] for name in (*_NOT_IN_A_LINE, 'gpus_per_node', *_RATES)}
 
 
 def _gpus(text: str) -> int:
@@ -143,7 +146,8 @@ def _nbytes(text: str) -> float:
 def print_advice(args: Namespace) -> int:
     """Print the best setups; return 0, or 1 where none fits."""
     _require_schedules(args.schedules)
-    found = _from_line(args) if args.line else _from_shape(args)
+    machine = {name: vars(args)[name] for name in _MACHINE}
+    found = _from_line(args, machine) if args.line else _from_shape(args, machine)
     job, own, line_of, notes, band = found
     held = {name: size for name in HELD if (size := getattr(args, f'held_{name}')) is not None}
     with progress('setups', '%', 100) as done:
@@ -178,7 +182,7 @@ Lines = Callable[[Job, Setup], list[str]]
 _Found = tuple[Job, 'Setup | None', Lines, list[str], tuple[float, float]]
 
 
-def _from_shape(args: Namespace) -> _Found:
+def _from_shape(args: Namespace, machine: dict[str, Any]) -> _Found:
     """Return the job that options tell, without Megatron."""
     if not args.model:
         raise ValueError('give a launch line behind --, or --model and its shape')
@@ -186,12 +190,12 @@ def _from_shape(args: Namespace) -> _Found:
         raise ValueError('--model needs --global-batch-size: give the samples of an iteration')
     if args.layers_file:
         raise ValueError('--layers-file is about a launch line: leave it out, or give the line')
-    job = Job(shape_of(args), args.global_batch_size, cp=args.cp or 1, **_machine(args))
+    job = Job(shape_of(vars(args)), args.global_batch_size, cp=args.cp or 1, **machine)
     cp = ['--context-parallel-size', str(job.cp)] if job.cp > 1 else []
     return job, None, lambda job, setup: [*flags_of(job, setup), *cp], [], BY_RATES
 
 
-def _from_line(args: Namespace) -> _Found:
+def _from_line(args: Namespace, machine: dict[str, Any]) -> _Found:
     """Return the job of a launch line, and its own setup."""
     wrong = [each for each in SIZES if each.name not in (*_NOT_IN_A_LINE, *_SEARCHED)]
     given = [option(each.name) for each in wrong if getattr(args, each.name) is not None]
@@ -216,52 +220,15 @@ def _from_line(args: Namespace) -> _Found:
 
         line = AdvisedLine.of(args.line, args.gpus)
     shape = line.shape(args.tflops or 1.0, args.bandwidth or 0.0, args.vocab)
-    job = Job(shape, **line.sizes(args.gpus), **_machine(args))
+    job = Job(shape, **line.sizes(args.gpus), **machine)
     own, notes = line.own(job), [*line.unlike(job), *line.checkpoint_notes()]
     if args.layers_file:
-        job = _measured(job, own, load_layers(args.layers_file))
+        job = with_layers(job, own, load_layers(args.layers_file))
 
     def line_of(job: Job, setup: Setup) -> list[str]:
         return list(args.line) if setup == own else line.line_of(job, setup)
 
     return job, own, line_of, notes, BY_TIMES if args.layers_file else BY_RATES
-
-
-def _measured(job: Job, own: Setup, layers: Layers) -> Job:
-    if len(layers) != job.shape.layers + job.shape.mtp + 2:
-        raise ValueError(
-            f'--layers-file has {len(layers)} layers, the launch line {job.shape.layers} and '
-            f'{job.shape.mtp} of multi-token prediction, an embedding and a loss: give its own'
-        )
-    times = zip(*((each.forward, each.backward, each.weight) for each in layers), strict=True)
-    forward, backward, weight = map(sum, times)
-    rate = _rate(job, forward + backward + weight, own)
-    return with_measured(_at_rate(job, rate), (forward, backward, weight), own)
-
-
-def _at_rate(job: Job, tflops: float) -> Job:
-    return replace(job, shape=replace(job.shape, tflops=tflops))
-
-
-def _rate(job: Job, measured: float, own: Setup) -> float:
-    slow, fast = (
-        sum(map(sum, stages_of(_at_rate(job, tflops), own).costs.times.values()))
-        for tflops in (1.0, 2.0)
-    )
-    products = 2 * (slow - fast)  # at 1 TFLOP/s
-    talk = slow - products
-    if not measured > talk:
-        raise ValueError(
-            f'--within {job.within:g}, --between {job.between:g}: communication alone would take '
-            f'{talk:.3g} s a microbatch, and all of --layers-file {measured:.3g} s: give the rates '
-            'of the links that it was measured on'
-        )
-    return products / (measured - talk)
-
-
-def _machine(args: Namespace) -> dict[str, Any]:
-    names = ('gpus', 'memory', 'gpus_per_node', 'reserve', *_RATES)
-    return {name: getattr(args, name) for name in names}
 
 
 def _require_schedules(names: Sequence[str]) -> None:

@@ -19,9 +19,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from megatron_zbpp.cli import values
-from megatron_zbpp.cli.printing import gib, print_json, print_wrapped
-from megatron_zbpp.cli.progress import progress
-from megatron_zbpp.cli.tables import print_table
+from megatron_zbpp.cli.printing import gib, print_json, print_table, print_wrapped, progress
 from megatron_zbpp.ir import files
 from megatron_zbpp.ir.strict_json import is_object
 from megatron_zbpp.render.png import bars_png

@@ -1,53 +1,54 @@
-"""Subcommands of `zbpp`: from parsed arguments to what is printed or written."""
+"""Commands about schedules as they are: list, show, simulate, check, convert, gaps and freezing."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from megatron_zbpp.analysis.checker import ScheduleError, check
-from megatron_zbpp.analysis.critical import critical_path
+from megatron_zbpp.analysis.critical import Gap, critical_path, gaps
 from megatron_zbpp.analysis.memory import live, peak
-from megatron_zbpp.cli import inputs
+from megatron_zbpp.cli import values
 from megatron_zbpp.cli.advising import rates_of
-from megatron_zbpp.cli.comparing import compare_partitions
+from megatron_zbpp.cli.arguments import case_request
 from megatron_zbpp.cli.printing import (
     PICTURES,
     draw,
-    facts,
     gained,
     headline,
     idle_text,
     legend,
+    now,
     peak_head,
     peak_text,
-    picture_format,
     print_asynchronous,
     print_headline,
     print_json,
     print_reversed,
     print_summary,
+    print_table,
     print_wrapped,
-    rows,
-    shape,
+    progress,
     takes_colours,
     with_layers,
     write,
 )
-from megatron_zbpp.cli.progress import now
-from megatron_zbpp.cli.tables import print_table
-from megatron_zbpp.ir import formats
+from megatron_zbpp.ir import Schedule, W, formats
 from megatron_zbpp.ir.graph import HOST
 from megatron_zbpp.ir.grid import grid
-from megatron_zbpp.ir.timeline import MEANING
+from megatron_zbpp.partitioning.freeze_plans import FREEZE_STEPS, UNIT, FreezePlan, Freezing, freeze
+from megatron_zbpp.planner.cases import Case, CaseRequest
+from megatron_zbpp.planner.figures import facts, shape
+from megatron_zbpp.render.planner_page import Sizes, planner_page
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.render.text import time_shown, timeline_text
 from megatron_zbpp.schedules import own_families
 from megatron_zbpp.schedules.registry import RECOMMENDED
-from megatron_zbpp.techniques.vocabulary.place import WHOLE, has_shards
+
+_MOST_PAGE_RANKS = 64  # of a page: more are narrower than their labels
 
 
 def list_families(args: Namespace) -> None:
@@ -56,8 +57,9 @@ def list_families(args: Namespace) -> None:
     every = own_families(every=True)
     few = not (args.all or args.json or args.table)
     listed = [family for family in every if not few or family.tier == RECOMMENDED]
-    args.schedules = [family.name for family in listed]
-    found, skipped = inputs.load_cases(args)
+    asked = CaseRequest(num_ranks=args.pp, num_microbatches=args.microbatches)
+    with progress('schedules', 'it', len(listed)) as done:
+        _, found, skipped = asked.cases([family.name for family in listed], done)
     known = {name: facts(each, each.timeline, args.against) for name, each in found.items()}
     gains = {name: each['gain'] for name, each in known.items()}
     # of an asynchronous schedule, they depend on its sizes
@@ -99,7 +101,7 @@ def list_families(args: Namespace) -> None:
         print_wrapped(f'    {gain}; {family.source}')
     if few:
         print_wrapped(f'and {len(every) - len(listed)} more: zbpp list --all')
-    print_wrapped(f'gain: time saved against {args.against}; {inputs.heading(args)}')
+    print_wrapped(f'gain: time saved against {args.against}; {asked.heading()}')
 
 
 # Formats that `convert` writes, and how names of their files end; of one end the first is meant.
@@ -118,10 +120,10 @@ def show(args: Namespace) -> None:
     """Print a schedule: to scale, or with `--order` its orders as they stand, unchecked."""
     width = shutil.get_terminal_size((120, 24)).columns if args.width is None else args.width
     if args.order:
-        schedule = formats.load(args.file) if args.file else inputs.load_case(args).schedule
+        schedule = formats.load(args.file) if args.file else case_request(args).case().schedule
         drawing = grid(schedule, width=width or sys.maxsize, height=sys.maxsize)
         return print_json({'order': drawing.splitlines()}) if args.json else print(drawing)
-    case = inputs.load_case(args)
+    case = case_request(args).case()
     timeline = case.timeline
     if args.json:
         spans = [
@@ -149,7 +151,7 @@ def show(args: Namespace) -> None:
 
 def simulate_case(args: Namespace) -> None:
     """Print makespan, window, bubbles, peak memory and critical path of one schedule."""
-    case = inputs.load_case(args)
+    case = case_request(args).case()
     timeline = case.timeline
     path = critical_path(timeline, case.costs)
     found = facts(case, timeline, args.against)
@@ -193,73 +195,28 @@ def check_file(args: Namespace) -> None:
     print(f'valid: {headline(schedule)}')
 
 
-def compare(args: Namespace) -> None:
-    """Print a table, and draw a picture, of the named schedules or of all that can be built."""
-    if args.layers:
-        return compare_partitions(args)
-    for flag, value in (
-        ('devices', args.devices),
-        ('latencies', args.latencies),
-        ('csv', args.csv),
-    ):
-        if value is not None:
-            raise ValueError(f"--{flag} goes with --layers-file: name the file of a model's layers")
-    for flag, size in (('pp', args.pp), ('microbatches', args.microbatches)):
-        if size is None and args.file is None:
-            raise ValueError(f'--{flag} is missing: give a number from 1 up, or --file of a plan')
-    picture = picture_format(args.output, args.title)
-    found, skipped = inputs.load_cases(args)
-    timelines = {name: case.timeline for name, case in found.items()}
-    known = {
-        name: facts(found[name], timeline, args.against) for name, timeline in timelines.items()
-    }
-    names = sorted(known, key=lambda name: known[name].get('period', known[name]['makespan']))
-    if picture:
-        shown = {name: timelines[name] for name in names}
-        draw(args, picture, found, shown, inputs.heading(args))
-    schedules = [known[name] for name in names]
-    if args.json:
-        left_out = [{'name': name, 'reason': reason} for name, reason in skipped.items()]
-        return print_json({'schedules': schedules, 'skipped': left_out, 'picture': args.output})
-    print_table(*rows(schedules, inputs.units_of(args)))
-    if isinstance(args.times, inputs.PlanCosts):
-        print_wrapped('other schedules: stages of the plan joined, or cut into equal parts')
-    against = args.against + WHOLE * any(has_shards(case.schedule) for case in found.values())
-    print_wrapped(f'gain: time saved against {against}; {MEANING}')
-    if more := [f'{each["name"]} {each["copies"]}' for each in schedules if each['copies'] > 1]:
-        print_wrapped(f'copies of the weights, of a stage at most: {", ".join(more)}')
-    if late := [found['name'] for found in schedules if 'period' in found]:
-        print_wrapped(
-            f'asynchronous, train another model: {", ".join(late)}; period: time of a call of '
-            f'{args.microbatches} microbatches once the pipeline is full, and bubble that of it'
-        )
-    for name, reason in skipped.items():
-        print(f'without {name}: {reason}')
-    if args.output:
-        print(f'wrote {args.output}')
-
-
 def convert(args: Namespace) -> None:
     """Write a schedule in another format."""
     to = _format(args.output, args.to)
     if args.title is not None and to not in PICTURES:
         raise ValueError(f'--title {args.title!r} heads a picture, which {to} is not: leave it out')
-    case = inputs.load_case(args)
+    asked = case_request(args)
+    case = asked.case()
     if to == 'json':
-        write(args.output, _kept(args, case))
+        write(args.output, _kept(args.file, case))
     elif to == 'torch-csv':
         write(args.output, formats.to_torch_csv(case.schedule, args.dialect))
     else:
         name = case.schedule.name
-        draw(args, to, {name: case}, {name: case.timeline}, inputs.heading(args, case))
+        draw(args.output, to, args.title, {name: case}, asked.heading(case))
     if args.json:
         return print_json({'written': args.output, 'to': to, **shape(case.schedule)})
     print(f'wrote {args.output}')
 
 
-def _kept(args: Namespace, case: inputs.Case) -> str:
+def _kept(file: str | None, case: Case) -> str:
     """Return the schedule as JSON; of a plan with all that its file has."""
-    fields = formats.load_plan(args.file).fields if args.file else {}
+    fields = formats.load_plan(file).fields if file else {}
     if 'costs' not in fields:
         return case.schedule.to_json()
     now = formats.memory_of_plan(case.costs, case.units)
@@ -284,7 +241,7 @@ def doctor(args: Namespace) -> int:
     from megatron_zbpp.mcore.command_line.doctor import examine, text_of
 
     try:
-        report = examine(args.line, args.gpus, now, rates_of(args))
+        report = examine(args.line, args.gpus, now, rates_of(vars(args)))
     finally:
         now('')
     print_json(report.to_dict()) if args.json else print(text_of(report, args.verbose))
@@ -300,3 +257,163 @@ def refuse(error: ScheduleError, as_json: bool) -> int:
         print(drawing)
     print(f'zbpp: {what}', file=sys.stderr)
     return 2
+
+
+def add_bubbles(command: ArgumentParser) -> None:
+    """Add what `zbpp bubbles` takes beside a schedule and costs."""
+    command.add_argument(
+        '--least', type=values.amount, default=0.0, metavar='T', help='only gaps longer than that'
+    )
+
+
+def add_freeze(command: ArgumentParser) -> None:
+    """Add what `zbpp freeze` takes beside a schedule and costs."""
+    command.add_argument(
+        '--most',
+        type=values.share,
+        default=0.9,
+        metavar='R',
+        help="share of a stage's weight gradients that may be left out, 0 to 1; default 0.9",
+    )
+    command.add_argument(
+        '--warm-up',
+        type=values.count,
+        default=UNIT,
+        metavar='N',
+        help='steps before monitoring: a run has none frozen; default 100',
+    )
+    command.add_argument(
+        '--unit',
+        type=values.count,
+        default=UNIT,
+        metavar='N',
+        help='steps of monitoring, and half of those in which shares grow; default 100',
+    )
+    command.add_argument(
+        '-o', '--output', type=values.path, metavar='FILE', help='the plan, for --pipeline-freeze'
+    )
+
+
+def bubbles(args: Namespace) -> None:
+    """Print the gaps of each rank."""
+    case = case_request(args).case()
+    found = gaps(case.timeline, args.least)
+    if args.json:
+        return print_json({'gaps': [_fields(gap) for gap in found]})
+    print(headline(case.schedule))
+    rows = [
+        (
+            gap.rank,
+            gap.where,
+            number(gap.start),
+            number(gap.length),
+            gap.before or '-',
+            gap.after or '-',
+        )
+        for gap in found
+    ]
+    print_table(('rank', 'where', 'start', 'length', 'after pass', 'before pass'), rows)
+    print(f'{len(found)} gaps, {number(sum(gap.length for gap in found))} in all')
+
+
+def _fields(gap: Gap) -> dict:
+    named = {'before': gap.before and str(gap.before), 'after': gap.after and str(gap.after)}
+    return {**gap._asdict(), **named, 'where': gap.where}
+
+
+def freeze_schedule(args: Namespace) -> None:
+    """Print how much of which weight gradients to leave out."""
+    case = case_request(args).case()
+    if args.output:
+        _require_weight_passes(case.schedule)
+    with progress('freezing', 'step', FREEZE_STEPS) as done:
+        found = freeze(case.schedule, case.costs, args.most, done)
+    stages = [found.stage(stage) for stage in range(case.schedule.num_stages)]
+    if args.output:
+        write(args.output, FreezePlan.of(case.schedule, found, args.warm_up, args.unit).to_json())
+    if args.json:
+        ratios = {str(p): ratio for p, ratio in found.ratios.items()}
+        return print_json(
+            {
+                'makespan': found.makespan,
+                'without_freezing': found.without,
+                'mean': found.mean,
+                'stages': stages,
+                'ratios': ratios,
+            }
+        )
+    print(headline(case.schedule))
+    _print(found, stages)
+    if args.output:
+        print(f'wrote {args.output}')
+
+
+def _require_weight_passes(schedule: Schedule) -> None:
+    if not any(p.kind == W for order in schedule.passes for p in order):
+        raise ValueError(
+            f'{schedule.name} has no W passes, of which a training leaves gradients out: take a '
+            'schedule that has, such as zb-h1, or leave -o out and read the estimate'
+        )
+
+
+def _print(found: Freezing, stages: list[float]) -> None:
+    gain = 1 - found.makespan / found.without if found.without else 0.0
+    print(
+        f'makespan {number(found.makespan)}, without freezing {number(found.without)}: '
+        f'{gain:.1%} less, for {found.mean:.1%} of all weight gradients'
+    )
+    print_table(('stage', 'left out'), [(at, f'{ratio:.1%}') for at, ratio in enumerate(stages)])
+    print('a prediction; and another training, as it does not learn what is left out')
+
+
+def add_page(parser: ArgumentParser) -> None:
+    """Add the sizes of the page, and where to write it."""
+    usual = Sizes()
+    for name, field, metavar, read, text in (
+        ('--pp', 'ranks', 'P,...', _ranks, 'ranks to choose from'),
+        ('--microbatches', 'microbatches', 'M,...', values.counts, 'microbatches to choose from'),
+        ('--vpp', 'chunks', 'V,...', values.counts, 'chunks per rank, where a schedule takes any'),
+    ):
+        default = getattr(usual, field)
+        parser.add_argument(
+            name,
+            dest=field,
+            type=read,
+            default=default,
+            metavar=metavar,
+            help=f'{text}; default {",".join(map(str, default))}',
+        )
+    parser.add_argument(
+        '-o',
+        '--output',
+        type=_page,
+        required=True,
+        metavar='FILE',
+        help='where to write the page: .html',
+    )
+
+
+def write_page(args: Namespace) -> None:
+    """Write the page, with the schedules of all sizes that are asked for."""
+    sizes = Sizes(args.ranks, args.microbatches, args.chunks)
+    if not Path(args.output).parent.is_dir():
+        raise ValueError(f'{args.output} is in no folder that is there: give another path')
+    with progress('orders', 'it', 100) as done:
+        page = planner_page(sizes, done)
+    write(args.output, page)
+    size = len(page.encode())
+    if args.json:
+        return print_json({'written': args.output, 'bytes': size, **sizes._asdict()})
+    print(f'wrote {args.output}, {size} bytes: open it in a browser')
+
+
+def _ranks(text: str) -> list[int]:
+    found = values.counts(text)
+    values.require(text, max(found) <= _MOST_PAGE_RANKS, f'give at most {_MOST_PAGE_RANKS} ranks')
+    return found
+
+
+def _page(text: str) -> str:
+    right = values.path(text).lower().endswith('.html')
+    values.require(text, right, 'give the path of a page, which ends in .html')
+    return text

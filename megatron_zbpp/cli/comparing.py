@@ -1,21 +1,28 @@
-"""`zbpp compare --layers-file`: schedules on partitions and latencies, as a table and a CSV."""
+"""`zbpp compare`: schedules at given costs, or on partitions of a model at several latencies."""
 
 from __future__ import annotations
 
 import csv
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_zbpp.analysis.gain import RIVAL
 from megatron_zbpp.cli import values
-from megatron_zbpp.cli.arguments import add_renamed
-from megatron_zbpp.cli.inputs import NO_TIMES
-from megatron_zbpp.cli.layer_costs import load_devices, load_layers
+from megatron_zbpp.cli.arguments import add_renamed, case_request, flag, load_devices, load_layers
 from megatron_zbpp.cli.partitioning import limit_of
-from megatron_zbpp.cli.printing import print_json
-from megatron_zbpp.cli.progress import progress
-from megatron_zbpp.cli.tables import print_table
+from megatron_zbpp.cli.printing import (
+    draw,
+    picture_format,
+    print_json,
+    print_table,
+    print_wrapped,
+    progress,
+    rows,
+)
 from megatron_zbpp.ir.formats import MANY
+from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.partitioning.comparison import (
     BEST,
     PARTITIONS,
@@ -24,10 +31,13 @@ from megatron_zbpp.partitioning.comparison import (
     compared,
     winners,
 )
+from megatron_zbpp.planner.cost_sources import NO_TIMES, PlanCosts
+from megatron_zbpp.planner.figures import facts
 from megatron_zbpp.planner.limits import Bytes
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.schedules import names
 from megatron_zbpp.techniques.composition import OUTPUT
+from megatron_zbpp.techniques.vocabulary.place import WHOLE, has_shards
 
 
 def add_comparison(command: ArgumentParser) -> None:
@@ -61,24 +71,62 @@ def add_comparison(command: ArgumentParser) -> None:
     )
 
 
-def compare_partitions(args: Namespace) -> None:
+def compare(args: Namespace) -> None:
+    """Print a table, and draw a picture, of the named schedules or of all that can be built."""
+    if args.layers:
+        return _compare_partitions(args)
+    for name in ('devices', 'latencies', 'csv'):
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name} goes with --layers-file: name the file of a model's layers")
+    for name in ('num_ranks', 'num_microbatches'):
+        if getattr(args, name) is None and args.file is None:
+            raise ValueError(
+                f'{flag(name)} is missing: give a number from 1 up, or --file of a plan'
+            )
+    picture = picture_format(args.output, args.title)
+    with progress('schedules', 'it', len(args.schedules or names())) as done:
+        asked, found, skipped = case_request(args).cases(args.schedules or (), done)
+    known = {name: facts(case, case.timeline, args.against) for name, case in found.items()}
+    in_turn = sorted(known, key=lambda name: known[name].get('period', known[name]['makespan']))
+    if picture:
+        shown = {name: found[name] for name in in_turn}
+        draw(args.output, picture, args.title, shown, asked.heading())
+    schedules = [known[name] for name in in_turn]
+    if args.json:
+        left_out = [{'name': name, 'reason': reason} for name, reason in skipped.items()]
+        return print_json({'schedules': schedules, 'skipped': left_out, 'picture': args.output})
+    print_table(*rows(schedules, asked.units))
+    if isinstance(asked.costs, PlanCosts):
+        print_wrapped('other schedules: stages of the plan joined, or cut into equal parts')
+    against = args.against + WHOLE * any(has_shards(case.schedule) for case in found.values())
+    print_wrapped(f'gain: time saved against {against}; {MEANING}')
+    if more := [f'{each["name"]} {each["copies"]}' for each in schedules if each['copies'] > 1]:
+        print_wrapped(f'copies of the weights, of a stage at most: {", ".join(more)}')
+    if late := [found['name'] for found in schedules if 'period' in found]:
+        print_wrapped(
+            f'asynchronous, train another model: {", ".join(late)}; period: time of a call of '
+            f'{asked.num_microbatches} microbatches once the pipeline is full, and bubble that of '
+            'it'
+        )
+    for name, reason in skipped.items():
+        print(f'without {name}: {reason}')
+    if args.output:
+        print(f'wrote {args.output}')
+
+
+def _compare_partitions(args: Namespace) -> None:
     """Print which schedule is best on which partition at which latency; write the CSV."""
-    _refuse_what_is_not_read(args)
-    layers, devices = load_layers(args.layers), load_devices(args.devices, args.pp)
+    _require_read(vars(args))
+    layers, devices = load_layers(args.layers), load_devices(args.devices, args.num_ranks)
     wanted, latencies = list(args.schedules or names()), args.latencies or [0.0]
     given = args.memory_limit and [args.memory_limit]
     limit = limit_of(given, layers, args.layers)
-    _, skipped = comparable(wanted, layers, len(devices), args.microbatches)
+    _, skipped = comparable(wanted, layers, len(devices), args.num_microbatches)
     rows: list[Row] = []
     with progress('comparing', 'it', len(latencies)) as done:
         for at, latency in enumerate(latencies, 1):
             rows += compared(
-                layers,
-                devices,
-                args.microbatches,
-                wanted,
-                [latency],
-                memory_limit=limit,
+                layers, devices, args.num_microbatches, wanted, [latency], memory_limit=limit
             )
             done(at / len(latencies))
     for row in (each for each in rows if not each.fits):
@@ -126,27 +174,27 @@ def _reasons(skipped: dict[str, str]) -> list[str]:
     return [f'without {name}: {why}' for name, why in skipped.items()]
 
 
-def _refuse_what_is_not_read(args: Namespace) -> None:
-    if args.pp is None or args.microbatches is None:
-        missing = '--pp' if args.pp is None else '--microbatches'
-        raise ValueError(f'--layers-file needs {missing}: give a number from 1 up')
+def _require_read(given: Mapping[str, Any]) -> None:
+    """Raise ValueError for options that a comparison of partitions does not read."""
+    for name in ('num_ranks', 'num_microbatches'):
+        if given[name] is None:
+            raise ValueError(f'--layers-file needs {flag(name)}: give a number from 1 up')
     cures = {
         'file': 'partitions have their named schedules',
-        'times': 'the file of layers has them',
+        'costs': 'the file of layers has them',
         'comm': '--latencies says what a message takes',
-        'vpp': 'schedules have their usual chunks',
+        'num_chunks': 'schedules have their usual chunks',
         'together': 'passes run apart',
         'slices seq_length attention context_exchange': 'partitions are of whole sequences',
         'vocab_parallel vocab_layers': 'the output layer is one of the layers',
         'against': 'the table has the makespan of each',
         'output title': '--csv has the rows, and no picture is drawn',
     }
-    defaults = {'times': NO_TIMES, 'vocab_layers': OUTPUT, 'against': RIVAL}
+    defaults = {'costs': NO_TIMES, 'vocab_layers': OUTPUT, 'against': RIVAL}
     for name, cure in ((each, cure) for dests, cure in cures.items() for each in dests.split()):
-        given, default = getattr(args, name), defaults.get(name)
-        if given is not default and (name == 'times' or given != default):
-            flag = '--' + name.replace('_', '-')
-            raise ValueError(f'{flag} does not go with --layers-file: {cure}; leave it out')
+        value, default = given[name], defaults.get(name)
+        if value is not default and (name == 'costs' or value != default):
+            raise ValueError(f'{flag(name)} does not go with --layers-file: {cure}; leave it out')
 
 
 def _print(rows: list[Row], latencies: list[float]) -> None:

@@ -22,13 +22,10 @@ from megatron_zbpp.cli import (
     benching,
     commands,
     comparing,
-    inputs,
-    paging,
     partitioning,
     planning,
+    printing,
     profiling,
-    side_work,
-    tables,
     values,
 )
 from megatron_zbpp.ir import formats
@@ -105,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parser().parse_args(given)
         with warnings.catch_warnings():
             warnings.showwarning = _note
-            with tables.alone(getattr(args, 'table', None)):
+            with printing.alone(getattr(args, 'table', None)):
                 status = args.run(args)
             sys.stdout.flush()
     except KeyboardInterrupt:
@@ -231,7 +228,6 @@ def _add_list(parser: argparse.ArgumentParser) -> None:
         '--all', action='store_true', help='every schedule, as --json and --table have'
     )
     arguments.add_against(parser)
-    parser.set_defaults(file=None, vpp=None, times=inputs.NO_TIMES, comm=None, memory_limit=None)
 
 
 def _add_case(parser: argparse.ArgumentParser) -> None:
@@ -265,10 +261,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument('--slices', type=values.count, metavar='N', help='of each sequence')
     parser.add_argument(
-        '--memory-limit',
-        type=values.amount,
-        metavar='A',
-        help=meaning('memory_limit'),
+        '--memory-limit', type=values.amount, metavar='A', help=meaning('memory_limit')
     )
 
 
@@ -339,7 +332,7 @@ _COMMANDS: tuple[tuple[Any, ...], ...] = (
         _add_list,
     ),
     ('show', commands.show, 'draw a schedule as text, to scale', _add_case, _add_show),
-    ('compare', commands.compare, 'a table, and a picture, of many schedules', _add_compare),
+    ('compare', comparing.compare, 'a table, and a picture, of many schedules', _add_compare),
     (
         'simulate',
         commands.simulate_case,
@@ -347,7 +340,7 @@ _COMMANDS: tuple[tuple[Any, ...], ...] = (
         _add_case,
         _add_actions,
     ),
-    ('page', paging.write_page, 'a page with sliders to compare schedules', paging.add_page),
+    ('page', commands.write_page, 'a page with sliders to compare schedules', commands.add_page),
     (
         'plan',
         planning.plan_schedule,
@@ -370,17 +363,17 @@ _COMMANDS: tuple[tuple[Any, ...], ...] = (
     ('convert', commands.convert, 'write a schedule in another format', _add_case, _add_convert),
     (
         'bubbles',
-        side_work.bubbles,
+        commands.bubbles,
         'when each rank waits, and between which passes',
         _add_case,
-        side_work.add_bubbles,
+        commands.add_bubbles,
     ),
     (
         'freeze',
-        side_work.freeze_schedule,
+        commands.freeze_schedule,
         'weight gradients to leave out for a shorter batch',
         _add_case,
-        side_work.add_freeze,
+        commands.add_freeze,
     ),
 )
 # Headings of `zbpp --help`, by the command that each stands above.

@@ -9,8 +9,7 @@ from argparse import ArgumentParser, Namespace
 
 from megatron_zbpp.analysis.gain import idle_parts
 from megatron_zbpp.cli import values
-from megatron_zbpp.cli.inputs import Case
-from megatron_zbpp.cli.layer_costs import load_devices, load_layers, require_bytes
+from megatron_zbpp.cli.arguments import add_search, flag, load_devices, load_layers
 from megatron_zbpp.cli.printing import (
     draw,
     gib,
@@ -19,15 +18,16 @@ from megatron_zbpp.cli.printing import (
     picture_format,
     print_json,
     print_reversed,
+    print_table,
     print_wrapped,
+    searched,
     write,
 )
-from megatron_zbpp.cli.searching import add_search, searched
-from megatron_zbpp.cli.tables import print_table
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.formats import BYTES
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.partitioning.devices import Devices
+from megatron_zbpp.partitioning.layer_costs import require_bytes
 from megatron_zbpp.partitioning.layers import KINDS, Layers
 from megatron_zbpp.partitioning.plans import (
     PartitionInterrupted,
@@ -38,6 +38,7 @@ from megatron_zbpp.partitioning.plans import (
 )
 from megatron_zbpp.partitioning.space import OBJECTIVES, Space
 from megatron_zbpp.partitioning.strategies.by_name import ORDERING, STRATEGIES
+from megatron_zbpp.planner.cases import Case
 from megatron_zbpp.planner.limits import Bytes, Limit
 from megatron_zbpp.render.scene import number
 
@@ -113,11 +114,7 @@ def _require_work(layers: Layers) -> None:
 
 
 def placements_of(text: str | None, layers: Layers, ranks: int) -> list[Placement]:
-    """Return the placements that are named: loop, v, wave, with the chunks of a rank behind.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
+    """Return the placements that are named: loop, v, wave, with the chunks of a rank behind."""
     if text is None:
         return default_placements(layers, ranks)
     found: list[Placement] = []
@@ -134,11 +131,7 @@ def placements_of(text: str | None, layers: Layers, ranks: int) -> list[Placemen
 
 
 def limit_of(given: list[float] | None, layers: Layers, file: str) -> Limit:
-    """Return the limit of memory: one for all, one a device, or none.
-
-    Raises:
-        ValueError: some limits are in bytes and others are not, or the layers are not.
-    """
+    """Return the limit of memory: one for all, one a device, or none."""
     given = given or []
     require_bytes(layers, file, given)
     if len({isinstance(limit, Bytes) for limit in given}) > 1:
@@ -152,69 +145,56 @@ def partition_layers(args: Namespace) -> int:
     _require_work(layers)
     devices = load_devices(args.devices, args.pp)
     limit = limit_of(args.memory_limit, layers, args.layers)
-    picture = picture_format(args.output, args.title, 'the plan')
+    picture, status = picture_format(args.output, args.title, 'the plan'), 0
+    asked = {'objective': args.objective, 'fused': args.fused, 'keep_order': args.keep_order}
     if args.strategy:
-        _refuse_what_a_strategy_ignores(args)
-        found, said = partition_by(args.strategy, _space(args, layers, devices, limit))
+        own = 'it has one chunk a rank, and stages of its own'
+        ignored = {'placements': own, 'schedules': own, 'exact': own}
+        if args.strategy in ORDERING:
+            ignored['keep_order'] = 'it chooses the order'
+        for name, why in ignored.items():
+            if getattr(args, name):
+                raise ValueError(
+                    f'--strategy {args.strategy} takes no {flag(name)}: {why}; leave out one of '
+                    'the two'
+                )
+        loop = [Placement.loop(len(devices))]
+        space = Space.of(layers, devices, args.microbatches, loop, limit, **asked)
+        found, said = partition_by(args.strategy, space)
         print(said, file=sys.stderr if args.json else sys.stdout)
-        return _finish(args, found, layers, devices, picture)
-    found, status = searched(
-        'partitioning',
-        'this is the best partition',
-        lambda done: partition(
-            layers,
-            devices,
-            args.microbatches,
-            placements=placements_of(args.placements, layers, len(devices)),
-            memory_limit=limit,
-            objective=args.objective,
-            fused=args.fused,
-            keep_order=args.keep_order,
-            schedules=args.schedules,
-            exact=args.exact,
-            seconds=args.seconds,
-            top=args.top,
-            seed=args.seed,
-            progress=done,
-        ),
-        lambda e: e.best if isinstance(e, PartitionInterrupted) else None,
-    )
-    return _finish(args, found, layers, devices, picture) or status
-
-
-def _refuse_what_a_strategy_ignores(args: Namespace) -> None:
-    ignored = {
-        name: 'it has one chunk a rank, and stages of its own'
-        for name in ('placements', 'schedules', 'exact')
-        if getattr(args, name)
-    }
-    if args.keep_order and args.strategy in ORDERING:
-        ignored['keep-order'] = 'it chooses the order'
-    for name, why in ignored.items():
-        raise ValueError(
-            f'--strategy {args.strategy} takes no --{name}: {why}; leave out one of the two'
+    else:
+        found, status = searched(
+            'partitioning',
+            'this is the best partition',
+            lambda done: partition(
+                layers,
+                devices,
+                args.microbatches,
+                placements=placements_of(args.placements, layers, len(devices)),
+                memory_limit=limit,
+                schedules=args.schedules,
+                exact=args.exact,
+                seconds=args.seconds,
+                top=args.top,
+                seed=args.seed,
+                progress=done,
+                **asked,
+            ),
+            lambda e: e.best if isinstance(e, PartitionInterrupted) else None,
         )
-
-
-def _space(args: Namespace, layers: Layers, devices: Devices, limit: Limit) -> Space:
-    loop = [Placement.loop(len(devices))]
-    m = args.microbatches
-    return Space.of(layers, devices, m, loop, limit, args.objective, args.fused, args.keep_order)
-
-
-def _finish(
-    args: Namespace, found: PartitionPlan, layers: Layers, devices: Devices, picture: str | None
-) -> int:
-    """Print and write a plan; return 0."""
     made = found.facts(layers, devices)
     if picture is not None:
-        _draw(args, picture, found)
+        case = Case(found.schedule, found.costs, found.units)
+        draw(args.output, picture, args.title, {found.layout: case}, 'predicted')
     elif args.output:
         write(args.output, json.dumps(made, indent=1))
-    print_json(made) if args.json else _print(found, devices, bool(args.memory_limit))
-    if args.output and not args.json:
+    if args.json:
+        print_json(made)
+        return status
+    _print(found, devices, bool(args.memory_limit))
+    if args.output:
         print(f'wrote {args.output}')
-    return 0
+    return status
 
 
 def _print(found: PartitionPlan, devices: Devices, limited: bool) -> None:
@@ -269,9 +249,3 @@ def _print_ranks(found: PartitionPlan, timeline: Timeline, devices: Devices) -> 
         memory = [amount(most), *([amount(static), amount(most + static)] if has else [])]
         rows.append([rank, name, own, number(timeline.busy(rank)), *memory])
     print_table(heads, rows)
-
-
-def _draw(args: Namespace, to: str, found: PartitionPlan) -> None:
-    """Write the picture of a plan."""
-    case = Case(found.schedule, found.costs, found.units)
-    draw(args, to, {found.layout: case}, {found.layout: found.timeline}, 'predicted')

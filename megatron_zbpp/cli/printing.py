@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import signal
+import sys
 import textwrap
-from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
 
-from megatron_zbpp.analysis.gain import (
-    gain_of,
-    gain_text,
-    idle_parts,
-    makespan_of,
-    megatron_refuses,
-)
-from megatron_zbpp.analysis.memory import peak
-from megatron_zbpp.cli.inputs import Case
+from megatron_zbpp.analysis.gain import gain_text, megatron_refuses
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.formats import BYTES, UNITS, Units, load_plan
+from megatron_zbpp.ir.tables import FORMATS, Rows
 from megatron_zbpp.ir.timeline import MEANING, Timeline
+from megatron_zbpp.planner.cases import Case
+from megatron_zbpp.planner.figures import shape
 from megatron_zbpp.render.html import html
 from megatron_zbpp.render.perfetto import perfetto
 from megatron_zbpp.render.png import timeline_png
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.render.svg import svg
 from megatron_zbpp.render.text import examples
-from megatron_zbpp.techniques.updates.versions import SteadyState, copies, steady_state, updates_of
-from megatron_zbpp.techniques.vocabulary.place import WHOLE, has_shards, rival_costs
+from megatron_zbpp.techniques.updates.versions import updates_of
 
+Found = TypeVar('Found')
 PICTURES = ('html', 'svg', 'png', 'pdf')  # formats, and how names of their files end
 # of a table of schedules, see `row`; with names as long as there are, a line has 80 columns
 HEADS = ('schedule', 'makespan', 'gain', 'idle', 'window', 'bubble', 'peak')
+
+
+_found: ContextVar[list[tuple[Sequence[str], Rows]] | None] = ContextVar('found', default=None)
 
 
 def takes_colours(stream: TextIO) -> bool:
@@ -48,63 +50,6 @@ def legend(timeline: Timeline, width: int) -> str:
     used = dict.fromkeys(p.kind for order in schedule.passes for p in order)
     kinds = ', '.join(f'{kind} {schedule.graph.kinds[kind].words}' for kind in used)
     return '; '.join((f'{kinds}, · idle', *examples(timeline, width)))
-
-
-def shape(schedule: Schedule) -> dict:
-    """Return name and sizes of a schedule, for JSON."""
-    placement, graph = schedule.placement, schedule.graph
-    return {
-        'name': schedule.name,
-        'ranks': schedule.num_ranks,
-        'stages': schedule.num_stages,
-        'microbatches': schedule.num_microbatches,
-        'slices': graph.num_slices,
-        'placement': placement.name,
-        'copies': max(copies(schedule)) if updates_of(graph) else len(placement.routes),
-        'passes': sum(map(len, schedule.passes)),
-    }
-
-
-def facts(case: Case, timeline: Timeline, against: str) -> dict:
-    """Return what a script may want to know of a schedule, and a table shows.
-
-    Args:
-        case: the schedule and its costs.
-        timeline: simulated by them.
-        against: the family to which it is compared.
-    """
-    steady = steady_state(timeline)
-    m = case.schedule.num_microbatches if steady is None else steady.num_microbatches
-    name = against + WHOLE * has_shards(case.schedule)
-    own = rival_costs(case.schedule, case.costs)
-    rival = makespan_of(against, replace(case.schedule, num_microbatches=m), own)
-    taken = timeline.makespan if steady is None else steady.period
-    return {
-        **shape(case.schedule),
-        'makespan': timeline.makespan,
-        'window': max(timeline.windows),
-        'bubble': timeline.bubble if steady is None else steady.bubble,
-        'idle_busiest_rank': timeline.idle_busiest_rank,
-        'bubble_rate_makespan': timeline.idle_busiest_rank,  # earlier names
-        'bubble_rate_window': timeline.bubble,
-        'idle_all_ranks': timeline.idle_all_ranks,
-        'idle_parts': idle_parts(timeline, case.costs)._asdict(),
-        'against': None if rival is None else {'name': name, 'makespan': rival},
-        'gain': gain_of(taken, rival),
-        'peak_activations': peak(case.schedule, case.costs),
-        **({} if steady is None else _of_calls(steady)),
-    }
-
-
-def _of_calls(steady: SteadyState) -> dict:
-    """Return the facts of an asynchronous schedule."""
-    return {
-        'microbatches_a_call': steady.num_microbatches,
-        'period': steady.period,
-        'bubble_rate_period': steady.bubble,
-        'weight_copies': steady.weight_copies,
-        'delays': [delay._asdict() for delay in steady.delays],
-    }
 
 
 def rows(
@@ -253,16 +198,7 @@ def print_wrapped(text: str) -> None:
 
 
 def picture_format(path: str | None, title: str | None, saves: str = '') -> str | None:
-    """Return the format of a picture by the suffix of its path; None: no picture.
-
-    Args:
-        path: of --output.
-        title: of --title.
-        saves: what a path that ends in .json asks for, which is no picture; empty: nothing.
-
-    Raises:
-        ValueError: there is no such format, or a title of no picture.
-    """
+    """Return the format of a picture by the suffix of its path; None: no picture."""
     plain = not path or (bool(saves) and path.endswith('.json'))
     if plain and title is not None:
         raise ValueError(f'--title {title!r} heads a picture: name one by -o')
@@ -275,24 +211,104 @@ def picture_format(path: str | None, title: str | None, saves: str = '') -> str 
     return suffix
 
 
-def draw(
-    args: Namespace,
-    to: str,
-    shown: Mapping[str, Case],
-    timelines: Mapping[str, Timeline],
-    heading: str,
-) -> None:
-    """Write the picture of `timelines` in format `to`, where --output says, headed by --title."""
+def draw(path: str, to: str, title: str | None, shown: Mapping[str, Case], heading: str) -> None:
+    """Write the picture of schedules in format `to`, headed by `title`, if there is one."""
     costs = {name: case.costs for name, case in shown.items()}
-    unit, named = next(iter(shown.values())).units.time, {'title': args.title} if args.title else {}
+    timelines = {name: case.timeline for name, case in shown.items()}
+    unit, named = next(iter(shown.values())).units.time, {'title': title} if title else {}
     if to == 'perfetto':
-        return write(args.output, perfetto(timelines, costs))
+        return write(path, perfetto(timelines, costs))
     if to in ('png', 'pdf'):
-        return timeline_png(timelines, args.output, unit, heading=heading, **named)
+        return timeline_png(timelines, path, unit, heading=heading, **named)
     picture: Callable[..., str] = {'html': html, 'svg': svg}[to]
-    write(args.output, picture(timelines, costs, heading=f'{heading}, time in {unit}', **named))
+    write(path, picture(timelines, costs, heading=f'{heading}, time in {unit}', **named))
 
 
 def write(path: str, text: str) -> None:
     """Write a file of text."""
     Path(path).write_text(text, encoding='utf-8')
+
+
+def print_table(heads: Sequence[str], rows: Rows) -> None:
+    """Print a table; with `--table` it is kept for that."""
+    found = _found.get()
+    if found is None:
+        print(FORMATS['text'](heads, rows))
+    else:
+        found.append((heads, rows))
+
+
+@contextmanager
+def alone(to: str | None) -> Iterator[None]:
+    """Print the tables of what runs inside, and nothing else of it; None: all, as it is.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if to is None:
+        yield
+        return
+    found: list[tuple[Sequence[str], Rows]] = []
+    token = _found.set(found)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        _found.reset(token)
+    if not found:
+        raise ValueError(f'--table {to}: with these options there is no table: leave it out')
+    sys.stdout.write('\n\n'.join(FORMATS[to](heads, rows) for heads, rows in found) + '\n')
+
+
+def now(text: str) -> None:
+    """Show on stderr what a command is doing, in place of what it did before; empty: nothing."""
+    if sys.stderr.isatty():
+        print(f'\r\x1b[K{text}', end='', file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress(text: str, unit: str, total: int) -> Iterator[Callable[[float], None]]:
+    """Show a bar on stderr while the block runs, if that is a terminal.
+
+    Yields:
+        What is told the share that is done, from 0 to 1.
+    """
+    if not sys.stderr.isatty():
+        yield lambda share: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc=text, unit=unit, total=total, leave=False) as bar:
+
+        def show(share: float) -> None:
+            bar.update(round(total * share) - bar.n)
+
+        yield show
+
+
+def searched(
+    doing: str,
+    what: str,
+    search: Callable[[Callable[[float], None]], Found],
+    best: Callable[[KeyboardInterrupt], Found | None],
+) -> tuple[Found, int]:
+    """Return what a search finds, and the exit status: 0, or 130 where Ctrl-C ended it.
+
+    Args:
+        doing: for the bar.
+        what: was found by then, for who ends it.
+        search: is told whom to tell the share of its time that is spent.
+        best: what an interruption has; None: nothing.
+
+    Raises:
+        KeyboardInterrupt: before anything was found.
+    """
+    try:
+        with progress(doing, '%', 100) as done:
+            return search(done), 0
+    except KeyboardInterrupt as interruption:
+        found = best(interruption)
+        if found is None:
+            raise
+    print(f'zbpp: interrupted: {what} by then', file=sys.stderr)
+    return found, 128 + signal.SIGINT

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
+from typing import Any
 
 import docstring_parser
 
 from megatron_zbpp.cli import values
-from megatron_zbpp.cli.arguments import add_renamed
-from megatron_zbpp.cli.printing import print_json, write
-from megatron_zbpp.cli.tables import print_table
+from megatron_zbpp.cli.arguments import add_renamed, flag
+from megatron_zbpp.cli.printing import print_json, print_table, write
 from megatron_zbpp.ir import B, F, Placement, W, files
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.costs_file import ROUTES
 from megatron_zbpp.ir.plan_costs import stages_file
-from megatron_zbpp.partitioning.fitting import fit_layers
+from megatron_zbpp.partitioning.fitting import fit_layers, measured_devices
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.partitioning.shapes import MODELS, OWN_FIELDS, Shape, attention_of, layers_of
-from megatron_zbpp.partitioning.speeds import measured_devices
 from megatron_zbpp.partitioning.times.sources import read_times
 from megatron_zbpp.partitioning.times.stage_times import Measured
 from megatron_zbpp.render.scene import number
@@ -118,17 +117,37 @@ def profile(args: Namespace) -> None:
         raise ValueError(
             'give --model and its shape, or files with measured times, or --stages: one of them'
         )
-    _refuse_what_is_not_read(args)
+    if args.model and (args.constant or args.write_devices):
+        unread = '--constant' if args.constant else '--write-devices'
+        raise ValueError(f'{unread} is about --stages: leave it out')
+    for name in ('layout', 'weight_share', 'microbatches', 'write_times'):
+        if not args.files and getattr(args, name) is not None:
+            raise ValueError(f'{flag(name)} is about measured files: leave it out, or give one')
+    for each in SIZES:
+        if not args.model and getattr(args, each.name) is not None:
+            raise ValueError(f'{option(each.name)} is about --model: leave it out, or give --model')
     notes: list[str] = []
     devices = times = None
     if args.model:
-        shape = shape_of(args)
+        shape = shape_of(vars(args))
         made, share = layers_of(shape), attention_of(shape).share
         if share:
             told = f'attention over pairs of tokens: {share:.3g} of F, --attention of zbpp plan'
             notes.append(told)
     else:
-        measured, times = _times(args, notes)
+        if args.stages:
+            measured = [_measured(text) for text in args.stages]
+        else:
+            times = read_times(
+                args.files, args.layout, args.microbatches, args.weight_share, _require_layers
+            )
+            measured, notes = [times], [*times.notes]
+            if times.joined and (args.write_times or args.write_devices):
+                raise ValueError(
+                    '--write-times and --write-devices need the times of each stage, and timers '
+                    'tell those of a rank, all of its chunks together: give a trace instead, or '
+                    'leave them out'
+                )
         factors = None
         if args.write_devices:
             own, placement = _one_run(measured)
@@ -142,7 +161,8 @@ def profile(args: Namespace) -> None:
     if devices is not None:
         write(args.write_devices, devices.to_json())
     if args.write_times:
-        write(args.write_times, _times_file(times))
+        assert times is not None, 'files were measured'
+        write(args.write_times, stages_file(times.costs, times.layout, times.routes))
     if args.output:
         write(args.output, made.to_json())
     if args.json:
@@ -155,68 +175,31 @@ def profile(args: Namespace) -> None:
         print(f'wrote {file}')
 
 
-def _times(args: Namespace, notes: list[str]) -> tuple[list[Measured], Measured | None]:
-    if args.stages:
-        return [_measured(text) for text in args.stages], None
-    found = read_times(
-        args.files, args.layout, args.microbatches, args.weight_share, _require_layers
-    )
-    if found.joined and (args.write_times or args.write_devices):
-        raise ValueError(
-            '--write-times and --write-devices need the times of each stage, and timers tell those '
-            'of a rank, all of its chunks together: give a trace instead, or leave them out'
-        )
-    notes += found.notes
-    return [found], found
-
-
-def _times_file(found: Measured | None) -> str:
-    """Return the file of stages, for --times."""
-    if found is None:
-        raise ValueError('--write-times is of measured files: leave it out')
-    return stages_file(found.costs, found.layout, found.routes)
-
-
-def _refuse_what_is_not_read(args: Namespace) -> None:
-    for flag, given in (('constant', args.constant), ('write-devices', args.write_devices)):
-        if args.model and given:
-            raise ValueError(f'--{flag} is about --stages: leave it out')
-    for name in ('layout', 'weight_share', 'microbatches', 'write_times'):
-        if not args.files and getattr(args, name) is not None:
-            raise ValueError(
-                f'--{name.replace("_", "-")} is about measured files: leave it out, or give one'
-            )
-    for each in SIZES:
-        if getattr(args, each.name) is None:
-            continue
-        if not args.model:
-            flag = option(each.name)
-            raise ValueError(f'{flag} is about --model: leave it out, or give --model')
-
-
-def shape_of(args: Namespace) -> Shape:
+def shape_of(options: Mapping[str, Any]) -> Shape:
     """Return the shape that options give.
 
     Raises:
         ValueError: a size is missing, or is of another model.
     """
+    model = options['model']
     for name, models in OWN_FIELDS.items():
-        if getattr(args, name, None) is not None and args.model not in models:
+        if options.get(name) is not None and model not in models:
             raise ValueError(
-                f'{option(name)} is about --model {" or ".join(models)}, not {args.model}: leave '
-                'it out'
+                f'{option(name)} is about --model {" or ".join(models)}, not {model}: leave it out'
             )
-    found = {each.name: getattr(args, each.name, None) for each in fields(Shape)}
+    found = {each.name: options.get(each.name) for each in fields(Shape)}
     given = {name: value for name, value in found.items() if value is not None}
-    if args.model == 'hybrid':
-        given.setdefault('layers', len((args.pattern or '').partition('/')[0].replace('|', '')))
+    if model == 'hybrid':
+        given.setdefault(
+            'layers', len((options['pattern'] or '').partition('/')[0].replace('|', ''))
+        )
     missing = [
         option(each.name)
         for each in fields(Shape)
         if each.default is MISSING and each.name not in given
     ]
     if missing:
-        raise ValueError(f'--model {args.model} needs {", ".join(missing)}')
+        raise ValueError(f'--model {model} needs {", ".join(missing)}')
     return Shape(**given)
 
 

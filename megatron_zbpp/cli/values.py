@@ -6,6 +6,7 @@ import argparse
 import re
 from math import isfinite, nan
 
+from megatron_zbpp.planner.cost_sources import Overlap
 from megatron_zbpp.planner.limits import Bytes
 
 MOST_RANKS = 4096  # of a pipeline: drawn or simulated within seconds
@@ -85,25 +86,16 @@ def positive(text: str) -> float:
     return float(text)
 
 
-class Shares(float):
-    """The time of passes that run as one, over that of its parts; `pairs` of other pairs than F, B.
-
-    Of all alike where nothing is said of others.
-    """
-
-    pairs: dict[str, float]
-
-
-def shares(text: str) -> Shares:
+def shares(text: str) -> Overlap:
     """Return the share of all pairs, or that of some kinds: FB=0.9,FF=0.8,FW=0.95."""
     parts = (part.partition('=') for part in text.split(',') if '=' in text)
     given = {name: share for name, _, share in parts}
     known = given.keys() <= {'FB', 'FF', 'FW'}
     require(text, known, 'give one share, or those of kinds of pairs: FB=0.9,FF=0.8,FW=0.95')
-    found = {name: _ratio(share) for name, share in given.items()}
-    made = Shares(found.pop('FB', 1.0) if given else _ratio(text))
-    made.pairs = dict.fromkeys(('FF', 'FW'), 1.0) | found if given else {}
-    return made
+    if not given:
+        return Overlap(_ratio(text), {})
+    pairs = {'FF': 1.0, 'FW': 1.0} | {name: _ratio(share) for name, share in given.items()}
+    return Overlap(pairs.pop('FB', 1.0), pairs)
 
 
 def _ratio(text: str) -> float:

@@ -33,10 +33,9 @@ from megatron_zbpp.ir import B, F, Placement, Schedule, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.plan_costs import in_reverse, message_times
 from megatron_zbpp.partitioning.devices import Devices
-from megatron_zbpp.partitioning.fitting import fit_layers
+from megatron_zbpp.partitioning.fitting import fit_layers, measured_devices, slow_ranks
 from megatron_zbpp.partitioning.layers import Layers
-from megatron_zbpp.partitioning.speeds import measured_devices, slow_ranks
-from megatron_zbpp.partitioning.stages import Partition, stage_costs
+from megatron_zbpp.partitioning.space import Partition, stage_costs
 from megatron_zbpp.planner.cache import default_folder
 from megatron_zbpp.runtime.log import rank_log
 from megatron_zbpp.runtime.measure import Iteration

@@ -21,8 +21,7 @@ from math import prod
 from typing import NamedTuple
 
 from megatron_zbpp.partitioning.layers import Layers
-from megatron_zbpp.partitioning.space import Space
-from megatron_zbpp.partitioning.stages import Partition
+from megatron_zbpp.partitioning.space import Partition, Space
 
 _ROUNDS = 60  # halvings of an interval of times
 _MOST_STATES = 20_000
@@ -105,8 +104,7 @@ class Bounds:
         """The bound that no schedule on any allowed partition is below."""
         return min(
             max(
-                self._balanced(),
-                self.chain()[0] if placement.num_chunks == 1 else self._heaviest(),
+                self._balanced(), self.chain()[0] if placement.num_chunks == 1 else self._heaviest()
             )
             for placement in self.space.placements
         )

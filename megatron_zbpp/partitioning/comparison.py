@@ -12,13 +12,13 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.bounds import Bounds
-from megatron_zbpp.partitioning.climb import climb, moved_layers
 from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.partitioning.ranking import named_schedule
-from megatron_zbpp.partitioning.space import Space
-from megatron_zbpp.partitioning.stages import (
+from megatron_zbpp.partitioning.search import climb, moved_layers
+from megatron_zbpp.partitioning.space import (
     Partition,
+    Space,
     memory_limits,
     parameters_held,
     stage_costs,
@@ -91,12 +91,7 @@ def compared(
         rival = simulate(*_Held.of(loop, loop.even(), RIVAL)[:2]).makespan
         for name, schedule in schedules.items():
             space = Space.of(
-                layers,
-                slow,
-                num_microbatches,
-                [schedule.placement],
-                memory_limit,
-                keep_order=True,
+                layers, slow, num_microbatches, [schedule.placement], memory_limit, keep_order=True
             )
             even = space.even(schedule.placement)
             known = {even: _Held.of(space, even, name)}
@@ -119,12 +114,6 @@ def best_for(space: Space, known: Mapping[Partition, _Held], name: str, rounds: 
 
     It is searched from the even one, from stages of about equal time, and from those of the bound;
     where none of them keeps the memory, from partitions near them that do.
-
-    Args:
-        space: of one placement, with the devices in order.
-        known: the even partition, with the schedule on it.
-        name: of the schedule.
-        rounds: simulations at most.
     """
     bounds, left = Bounds(space), [rounds]
 
@@ -194,19 +183,12 @@ def _comparable(name: str, layers: Layers, num_ranks: int, m: int) -> Schedule:
 
 
 class _Held(NamedTuple):
-    """A named schedule on a partition.
+    """A named schedule on a partition."""
 
-    Attributes:
-        schedule: it, within the memory where it adapts to that.
-        costs: of the stages.
-        peaks: most activations of each rank.
-        room: memory that each rank has left then; below 0: that it lacks.
-    """
-
-    schedule: Schedule
-    costs: Costs
-    peaks: tuple[float, ...]
-    room: tuple[float, ...]
+    schedule: Schedule  # it, within the memory where it adapts to that
+    costs: Costs  # of the stages
+    peaks: tuple[float, ...]  # most activations of each rank
+    room: tuple[float, ...]  # memory that each rank has left then; below 0: that it lacks
 
     @classmethod
     def of(cls, space: Space, where: Partition, name: str) -> _Held:
@@ -224,13 +206,7 @@ class _Held(NamedTuple):
 
 
 def _row(
-    name: str,
-    kind: str,
-    latency: float,
-    space: Space,
-    where: Partition,
-    found: _Held,
-    rival: float,
+    name: str, kind: str, latency: float, space: Space, where: Partition, found: _Held, rival: float
 ) -> Row:
     timeline, taken = simulate(found.schedule, found.costs), parameters_held(space.layers, where)
     return Row(

@@ -1,21 +1,120 @@
-"""Costs of layers from measured times of stages: stage time = sum of its layers + a constant.
+"""Layers and slower ranks from measured times of stages.
+
+The time of a stage is the sum of its layers and a constant.
 
 Least squares over the kinds of layers, none below 0, F, B and W each by itself. Several measured
 layouts may be fitted together; what they cannot tell apart counts as far as it can to the kind of
 which there are most layers: of `Ett|ttL` the embedding takes only what the second stage lacks.
+
+Slower ranks are found by the times of layers of one kind, or of the same stages elsewhere. Within a
+pipeline only stages count whose layers are all of one kind, so that neither embedding nor output
+layer is taken for a slow machine. The usual rank among them has factor 1, as has a rank without
+such a stage. Between pipelines that are replicas, a rank is compared with those of its own stages.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from math import fsum
+from statistics import median, median_low
 
-from megatron_zbpp.ir import B, F, W
+from megatron_zbpp.analysis.least_squares import non_negative
+from megatron_zbpp.ir import B, F, Placement, W
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.plan_costs import message_times
+from megatron_zbpp.partitioning.devices import Device, Devices
 from megatron_zbpp.partitioning.layers import KINDS, Layer, Layers
-from megatron_zbpp.techniques.slices.balance import Attention
 
-_ROUNDS = 20_000
+_LEAST = 0.05  # a smaller difference is that of measuring
+_SLOW = 1.2  # times as long as usual: then a rank of a replica is worth a word
+_MANY = 3  # of fewer replicas none is the usual one
+
+
+def rank_factors(stages: Sequence[str], ranks: Sequence[int], costs: Costs) -> tuple[float, ...]:
+    """Return by what each rank multiplies the times of layers; 1 where that cannot be told.
+
+    >>> costs = Costs.of(*[(2.0, 2.0, 3.0, 4.0)] * 3)
+    >>> rank_factors(('Ett', 'tt', 'tt', 'tL'), (0, 1, 2, 3), costs)
+    (1.0, 1.0, 1.5, 1.0)
+
+    Args:
+        stages: the letters of their layers, in model order.
+        ranks: of the stages.
+        costs: of the stages, measured.
+    """
+    same = [stage for stage, own in enumerate(stages) if len(set(own)) == 1]
+    holders = Counter(kind for kind, _ in {(stages[s][0], ranks[s]) for s in same})
+    kind, count = holders.most_common(1)[0] if holders else ('', 0)
+    factors = [1.0] * (max(ranks) + 1)
+    if count < 2:
+        return tuple(factors)
+    taken: dict[int, list[float]] = defaultdict(list)
+    for stage in same:
+        if stages[stage][0] == kind:
+            time = costs.times[F][stage] + costs.times[B][stage] + costs.times[W][stage]
+            taken[ranks[stage]].append(time / len(stages[stage]))
+    means = {rank: sum(times) / len(times) for rank, times in taken.items()}
+    usual = median_low(means.values())
+    for rank, mean in means.items():
+        if usual > 0 and mean > 0 and abs(mean / usual - 1) > _LEAST:
+            factors[rank] = mean / usual
+    return tuple(factors)
+
+
+def measured_devices(
+    stages: Sequence[str], placement: Placement, costs: Costs, layers_alike: bool = True
+) -> Devices:
+    """Return the ranks as devices: their factors, and links that take what messages took.
+
+    Of unlike messages between two ranks links take what the fastest took: the rest is of the
+    stages, whose `hops` say it.
+
+    Args:
+        stages: the letters of their layers, in model order.
+        placement: of the stages.
+        costs: of the stages, measured.
+        layers_alike: whether layers of a letter are; if not, no rank is taken for a slower one.
+    """
+    ranks = range(placement.num_ranks)
+    factors = (1.0,) * len(ranks)
+    if layers_alike and len(stages) == placement.num_stages:
+        factors = rank_factors(stages, placement.only_route, costs)
+    known = {pair: min(times) for pair, times in message_times(costs, placement).items()}
+    links = tuple(tuple(known.get((a, b), costs.edge(a, b)) for b in ranks) for a in ranks)
+    return Devices(tuple(Device(str(rank), (x, x, x)) for rank, x in enumerate(factors)), links)
+
+
+def slow_ranks(
+    found: Iterable[tuple[Sequence[int], Costs]], placement: Placement
+) -> dict[int, float]:
+    """Return the ranks that take longer than others for the same stages, and how many times.
+
+    Nothing where there are fewer than three pipelines: of two, neither is the usual one.
+
+    >>> usual, slow = Costs.of(*[(1.0, 1.0)] * 3), Costs.of(*[(1.0, 1.5)] * 3)
+    >>> slow_ranks([((0, 3), usual), ((1, 4), slow), ((2, 5), usual)], Placement.loop(2))
+    {4: 1.5}
+
+    Args:
+        found: ranks of the job in a pipeline, and what its stages took, once or more for each.
+        placement: of the stages on the ranks of a pipeline.
+    """
+    taken: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for ranks, costs in found:
+        for at, rank in enumerate(ranks):
+            own = placement.stages(at)
+            times = (costs.times[F], costs.times[B], costs.times[W])
+            taken[at, rank].append(fsum(kind[stage] for kind in times for stage in own))
+    slower: dict[int, float] = {}
+    for at in range(placement.num_ranks):
+        usually = {rank: median(each) for (where, rank), each in taken.items() if where == at}
+        if len(usually) >= _MANY:
+            usual = median_low(usually.values())
+            slower |= {rank: t / usual for rank, t in usually.items() if t > _SLOW * usual > 0}
+    return slower
+
+
 _TIMED = {'forward': F, 'backward': B, 'weight': W}  # fields of a layer, by kind
 _CONSTANT = ''  # the kind of what each stage takes whatever its layers
 
@@ -76,32 +175,6 @@ def fit_layers(
     return Layers(tuple(made)), error
 
 
-def fit_attention(times: Mapping[int, float], length: int) -> Attention:
-    """Return what F of sequences of `length` tokens is made of, by measured times of F.
-
-    They are fitted by what grows with tokens and with pairs of them, and of three or more by what
-    is the same for all.
-
-    Args:
-        times: of F of one stage, by the tokens of a sequence.
-        length: of the sequences to slice.
-
-    Raises:
-        ValueError: there are too few, or one is 0.
-    """
-    if len(times) < 2 or min(times.values()) <= 0:
-        raise ValueError(
-            'measured times of F tell what attention takes by two lengths or more, and none is 0: '
-            'give such as 8192=21.5,32768=140'
-        )
-    powers = (1, 2) if len(times) == 2 else (0, 1, 2)
-    # each as a share of what was measured: short sequences count as much as long ones
-    rows = [[(tokens / length) ** k / time for k in powers] for tokens, time in times.items()]
-    found = dict(zip(powers, non_negative(rows, [1.0] * len(rows)), strict=True))
-    whole = sum(found.values())
-    return Attention(found[2] / whole, found.get(0, 0.0) / whole)
-
-
 def _values(costs: Costs, name: str) -> Sequence[float]:
     """Return the entries of a field of `Layer`, by stage."""
     if name in _TIMED:
@@ -122,29 +195,3 @@ def _error(
         abs(sum(x * y for x, y in zip(row, solved, strict=True)) - value) / scale
         for row, value in zip(rows, values, strict=True)
     )
-
-
-def non_negative(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Return the least squares solution of which nothing is below 0, by coordinates.
-
-    >>> [round(x, 6) for x in non_negative([[1, 1], [0, 2], [1, 0]], [3, 4, 1])]
-    [1.0, 2.0]
-
-    Args:
-        rows: an equation each.
-        values: what each should come to.
-    """
-    count = len(rows[0])
-    gram = [[sum(row[i] * row[j] for row in rows) for j in range(count)] for i in range(count)]
-    wanted = [sum(row[i] * v for row, v in zip(rows, values, strict=True)) for i in range(count)]
-    solved = [0.0] * count
-    for _ in range(_ROUNDS):
-        moved = 0.0
-        for i in range(count):
-            rest = wanted[i] - sum(gram[i][j] * solved[j] for j in range(count) if j != i)
-            value = max(0.0, rest / gram[i][i]) if gram[i][i] else 0.0
-            moved = max(moved, abs(value - solved[i]))
-            solved[i] = value
-        if moved <= 1e-13 * max(solved):
-            break
-    return solved

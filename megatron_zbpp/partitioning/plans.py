@@ -18,8 +18,7 @@ from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.partitioning.ranking import rank
 from megatron_zbpp.partitioning.search import Finder, Outcome, schedule_of
-from megatron_zbpp.partitioning.space import Space
-from megatron_zbpp.partitioning.stages import Partition, parameters_held, stage_costs
+from megatron_zbpp.partitioning.space import Partition, Space, parameters_held, stage_costs
 from megatron_zbpp.partitioning.strategies.by_name import choose
 from megatron_zbpp.schedules import find
 

@@ -8,8 +8,7 @@ from functools import lru_cache
 from math import inf
 
 from megatron_zbpp.ir import BW, Placement, Schedule
-from megatron_zbpp.partitioning.space import Space, fused_costs
-from megatron_zbpp.partitioning.stages import Partition
+from megatron_zbpp.partitioning.space import Partition, Space, fused_costs
 from megatron_zbpp.planner.ends import replay
 from megatron_zbpp.planner.named_schedules import on_placement
 from megatron_zbpp.planner.pattern import Pattern, dispatch
@@ -32,21 +31,13 @@ _DRAFTS = ((0.0, 1.0, inf), (0.5, 0.3, inf), (0.0, 2.0, 0.6))  # turn, delay, le
 
 @dataclass(frozen=True)
 class Ranked:
-    """A partition with the best schedule known for it.
+    """A partition with the best schedule known for it."""
 
-    Attributes:
-        partition: what is where.
-        problem: to plan.
-        value: what the schedule takes, by the space's objective.
-        orders: of the schedule, B and W apart.
-        schedule: it as it was built; None: it is a draft of the planner's.
-    """
-
-    partition: Partition
-    problem: Problem
-    value: float
-    orders: Orders
-    schedule: Schedule | None
+    partition: Partition  # what is where
+    problem: Problem  # to plan
+    value: float  # what the schedule takes, by the space's objective
+    orders: Orders  # of the schedule, B and W apart
+    schedule: Schedule | None  # it as it was built; None: it is a draft of the planner's
 
 
 def names_for(space: Space, placement: Placement) -> tuple[str, ...]:

@@ -14,9 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from math import isfinite
 
-from megatron_zbpp.partitioning.fitting import fit_attention
 from megatron_zbpp.partitioning.layers import Layer, Layers
-from megatron_zbpp.techniques.slices.balance import Attention
+from megatron_zbpp.techniques.slices.balance import Attention, fit_attention
 
 MODELS = ('gpt', 'llama', 'mla', 'moe', 'hybrid')
 # fields that some models only have
@@ -164,21 +163,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a layer.
+    """A part of a layer."""
 
-    Attributes:
-        active: parameters that a token meets.
-        held: parameters that a rank holds.
-        core: FLOPs of F that no parameters take part in.
-        activation: values a token that are held from F.
-        retained: values a token that wait for W.
-    """
-
-    active: float = 0.0
-    held: float = 0.0
-    core: float = 0.0
-    activation: float = 0.0
-    retained: float = 0.0
+    active: float = 0.0  # parameters that a token meets
+    held: float = 0.0  # parameters that a rank holds
+    core: float = 0.0  # FLOPs of F that no parameters take part in
+    activation: float = 0.0  # values a token that are held from F
+    retained: float = 0.0  # values a token that wait for W
 
     def __add__(self, other: _Part) -> _Part:
         return _Part(
@@ -191,11 +182,7 @@ class _Part:
 
 
 def bytes_of_a_parameter(sharing: float) -> float:
-    """Return the bytes that a rank holds for a parameter, its gradient and its optimizer state.
-
-    Args:
-        sharing: data-parallel ranks that share the optimizer's state.
-    """
+    """Return the bytes that a rank holds for a parameter, its gradient and its optimizer state."""
     return _BF16 + _FP32 + 12 / sharing
 
 
@@ -245,16 +232,11 @@ class Block:
 
     Counted are the tensors of arXiv 2205.05198, section 4, with fused attention, which keeps no
     scores; and those that W takes: each linear layer's input and the gradient of its output.
-
-    Attributes:
-        hidden: inputs of the first layer and outputs of the second.
-        outputs: of the first layer, which is divided by columns.
-        inputs: of the second layer, which is divided by rows.
     """
 
-    hidden: float
-    outputs: float
-    inputs: float
+    hidden: float  # inputs of the first layer and outputs of the second
+    outputs: float  # of the first layer, which is divided by columns
+    inputs: float  # of the second layer, which is divided by rows
 
     @classmethod
     def attention(cls, hidden: float, queries: float, keys_and_values: float) -> Block:

@@ -1,4 +1,4 @@
-"""The space of a search: the question that a partition answers, and all possible answers."""
+"""Partitions of a model's layers into stages, the costs of these, and the space of a search."""
 
 from __future__ import annotations
 
@@ -7,15 +7,98 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, combinations, pairwise, permutations
 from math import comb, inf
+from typing import Any
 
 from megatron_zbpp.ir import B, Placement, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.layout import layers_per_stage
 from megatron_zbpp.partitioning.devices import Devices
-from megatron_zbpp.partitioning.layers import DECODER, LOSS, MTP, Layers
-from megatron_zbpp.partitioning.stages import Partition, fits, memory_limits, stage_costs
+from megatron_zbpp.partitioning.layers import DECODER, LOSS, MTP, Layer, Layers
 from megatron_zbpp.planner.limits import same_limits
 from megatron_zbpp.planner.problem import Problem
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Stages, their layers, and their devices."""
+
+    placement: Placement  # which rank holds which stage
+    cuts: tuple[int, ...]  # layers of each stage in model order, at least one each
+    order: tuple[int, ...]  # the device of each rank
+
+
+def stage_costs(layers: Layers, devices: Devices, partition: Partition) -> Costs:
+    """Return what the stages of `partition` cost on its devices.
+
+    Args:
+        layers: of the model.
+        devices: that `partition.order` numbers.
+        partition: of as many stages as its placement has.
+    """
+    held = layers.stages(partition.cuts)
+    ranks, order = partition.placement.only_route, partition.order
+    times: list[tuple[float, ...]] = []
+    for own, rank in zip(held, ranks, strict=True):
+        sums = [sum(getattr(x, name) for x in own) for name in ('forward', 'backward', 'weight')]
+        factors = devices.devices[order[rank]].factors
+        times.append(tuple(time * factor for time, factor in zip(sums, factors, strict=True)))
+    forward, backward, weight = zip(*times, strict=True)
+    return Costs.of(
+        forward,
+        backward,
+        weight,
+        activation=tuple(sum(x.activation for x in own) for own in held),
+        retained=tuple(sum(x.retained or 0.0 for x in own) for own in held),
+        **_messages(held, devices, partition),
+    )
+
+
+def _messages(
+    held: Sequence[Sequence[Layer]], devices: Devices, partition: Partition
+) -> dict[str, Any]:
+    order = partition.order
+    edges: dict[tuple[int, int], float] = {}
+    hops: list[tuple[float, ...]] = []
+    for own, pair in zip(held, pairwise(partition.placement.only_route), strict=False):
+        both: list[float] = []
+        for a, b in (pair, pair[::-1]):
+            edges[a, b] = latency = devices.edge(order[a], order[b], 0.0)
+            both.append(devices.edge(order[a], order[b], own[-1].output) - latency)
+        hops.append(tuple(both))
+    found = tuple((a, b, latency) for (a, b), latency in sorted(edges.items()) if latency)
+    return {'edges': found, 'hops': hops if any(map(any, hops)) else ()}
+
+
+def parameters_held(layers: Layers, partition: Partition) -> tuple[float, ...]:
+    """Return what parameters take on each rank."""
+    static = [0.0] * partition.placement.num_ranks
+    ranks = partition.placement.only_route
+    for own, rank in zip(layers.stages(partition.cuts), ranks, strict=True):
+        static[rank] += sum(layer.parameters for layer in own)
+    return tuple(static)
+
+
+def memory_limits(
+    layers: Layers, devices: Devices, partition: Partition, limits: Sequence[float]
+) -> tuple[float, ...]:
+    """Return the most activations of each rank: its limit or memory less its parameters."""
+    taken = parameters_held(layers, partition)
+    return tuple(
+        max(min(limits[device], devices.devices[device].memory) - own, -1.0)
+        for device, own in zip(partition.order, taken, strict=True)
+    )
+
+
+def fits(costs: Costs, placement: Placement, limits: Sequence[float]) -> bool:
+    """Return whether each rank can hold a microbatch of all its stages, and the raise of its B."""
+    activation, retained = costs.amounts['activation'], costs.amounts['retained']
+    for rank, limit in enumerate(limits):
+        own = placement.stages(rank)
+        raised = max(0.0, *(retained[s] - activation[s] for s in own))
+        if limit < (sum(activation[s] for s in own) + raised) * (1 - 1e-9):
+            return False
+    return True
+
 
 OBJECTIVES = ('makespan', 'window', 'period')
 MOST_ORDERS = 5040  # orders of devices that are listed: those of 7
@@ -23,27 +106,16 @@ MOST_ORDERS = 5040  # orders of devices that are listed: those of 7
 
 @dataclass(frozen=True)
 class Space:
-    """A model, devices, and what is free.
+    """A model, devices, and what is free."""
 
-    Attributes:
-        layers: of the model.
-        devices: as many as pipeline ranks.
-        num_microbatches: m.
-        placements: that may be used.
-        limits: most that each device may hold, parameters included.
-        objective: 'makespan', 'window', or 'period', the time of the busiest rank.
-        fused: whether the backward cannot be split.
-        keep_order: whether device r is rank r.
-    """
-
-    layers: Layers
-    devices: Devices
-    num_microbatches: int
-    placements: tuple[Placement, ...]
-    limits: tuple[float, ...]
-    objective: str = 'makespan'
-    fused: bool = False
-    keep_order: bool = False
+    layers: Layers  # of the model
+    devices: Devices  # as many as pipeline ranks
+    num_microbatches: int  # m
+    placements: tuple[Placement, ...]  # that may be used
+    limits: tuple[float, ...]  # most that each device may hold, parameters included
+    objective: str = 'makespan'  # 'makespan', 'window', or 'period', the time of the busiest rank
+    fused: bool = False  # whether the backward cannot be split
+    keep_order: bool = False  # whether device r is rank r
 
     @classmethod
     def of(

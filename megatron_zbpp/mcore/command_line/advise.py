@@ -19,10 +19,10 @@ from megatron_zbpp.mcore.command_line.launch_line import LaunchLine
 from megatron_zbpp.mcore.command_line.messages import flag
 from megatron_zbpp.mcore.command_line.parsing import without
 from megatron_zbpp.mcore.settings import AUTO
-from megatron_zbpp.partitioning.advise.flags import REPLACED, SWITCHES, flags_of, processes
 from megatron_zbpp.partitioning.advise.job import JOB_SIZES, NONE, SELECTIVE, STOCK, Job, Setup
 from megatron_zbpp.partitioning.advise.layer_costs import modules_again
 from megatron_zbpp.partitioning.advise.prediction import placement_of, predict, stages_of
+from megatron_zbpp.partitioning.advise.search import REPLACED, SWITCHES, flags_of, processes
 from megatron_zbpp.partitioning.shapes import Shape
 from megatron_zbpp.schedules import find
 
@@ -54,21 +54,14 @@ _CHANGING = ('offload', 'recompute', 'slices', 'vocab_parallel', 'freeze')
 
 @dataclass(frozen=True)
 class LinePrediction:
-    """An iteration of a launch line as `zbpp advise` predicts it.
+    """An iteration of a launch line as `zbpp advise` predicts it."""
 
-    Attributes:
-        nbytes: most that each pipeline rank holds, CUDA context, NCCL and fragments left out.
-        fixed: those of them for weights, gradients and optimizer state.
-        seconds: of an iteration; None: without rates of the machine.
-        rival: seconds of 1f1b with the same sizes; None: there is none.
-        notes: what the prediction leaves out, or why there is none.
-    """
-
+    # most that each pipeline rank holds, CUDA context, NCCL and fragments left out
     nbytes: tuple[float, ...] = ()
-    fixed: tuple[float, ...] = ()
-    seconds: float | None = None
-    rival: float | None = None
-    notes: tuple[str, ...] = ()
+    fixed: tuple[float, ...] = ()  # those of them for weights, gradients and optimizer state
+    seconds: float | None = None  # of an iteration; None: without rates of the machine
+    rival: float | None = None  # seconds of 1f1b with the same sizes; None: there is none
+    notes: tuple[str, ...] = ()  # what the prediction leaves out, or why there is none
 
     def lines(self) -> list[str]:
         """Return time and memory for people."""
@@ -134,19 +127,12 @@ def _seconds(job: Job, own: Setup, name: str) -> float | None:
 
 @dataclass(frozen=True)
 class AdvisedLine:
-    """A launch line, divided.
+    """A launch line, divided."""
 
-    Attributes:
-        launcher: what starts the script.
-        script: its path; None: the line is flags alone.
-        flags: of the script.
-        line: what was read of it.
-    """
-
-    launcher: tuple[str, ...]
-    script: str | None
-    flags: tuple[str, ...]
-    line: LaunchLine
+    launcher: tuple[str, ...]  # what starts the script
+    script: str | None  # its path; None: the line is flags alone
+    flags: tuple[str, ...]  # of the script
+    line: LaunchLine  # what was read of it
 
     @classmethod
     def of(cls, words: Sequence[str], gpus: int) -> AdvisedLine:

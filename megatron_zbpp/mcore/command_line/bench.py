@@ -25,23 +25,14 @@ _SWITCHES = ('--finetune', '--no-load-optim', '--no-load-rng', '--skip-train')
 
 @dataclass(frozen=True)
 class Bench:
-    """A launch line, divided.
+    """A launch line, divided."""
 
-    Attributes:
-        launcher: what starts the script, our launcher included.
-        script: its path.
-        flags: of the script, without those that a bench sets.
-        line: what was read of it.
-        own: the words that name the line's own schedule; none: Megatron's.
-        load: the checkpoint that it begins with; None: it starts from scratch.
-    """
-
-    launcher: tuple[str, ...]
-    script: str
-    flags: tuple[str, ...]
-    line: LaunchLine
-    own: tuple[str, ...]
-    load: str | None
+    launcher: tuple[str, ...]  # what starts the script, our launcher included
+    script: str  # its path
+    flags: tuple[str, ...]  # of the script, without those that a bench sets
+    line: LaunchLine  # what was read of it
+    own: tuple[str, ...]  # the words that name the line's own schedule; none: Megatron's
+    load: str | None  # the checkpoint that it begins with; None: it starts from scratch
 
     @classmethod
     def of(cls, words: Sequence[str], cpu: bool = False) -> Bench:
@@ -135,16 +126,11 @@ def value_of(flags: Sequence[str], name: str) -> str | None:
 
 
 class Step(NamedTuple):
-    """One iteration as Megatron logged it.
+    """One iteration as Megatron logged it."""
 
-    Attributes:
-        seconds: that it took.
-        loss: as printed; None: it printed none.
-        idle: share of all GPU time; None: Megatron's own schedule ran, which does not tell.
-    """
-
-    seconds: float
-    loss: str | None
+    seconds: float  # that it took
+    loss: str | None  # as printed; None: it printed none
+    # share of all GPU time; None: Megatron's own schedule ran, which does not tell
     idle: float | None
 
 
@@ -158,17 +144,11 @@ _MIB = 2**20
 
 @dataclass
 class Printed:
-    """Iterations, memory and errors that a run has printed so far.
+    """Iterations, memory and errors that a run has printed so far."""
 
-    Attributes:
-        steps: iterations.
-        peak_bytes: most that a GPU's tensors took; None: nothing told it.
-        said: its last line, or the first that names an error.
-    """
-
-    steps: list[Step] = field(default_factory=list[Step])
-    peak_bytes: float | None = None
-    said: str = 'it printed nothing'
+    steps: list[Step] = field(default_factory=list[Step])  # iterations
+    peak_bytes: float | None = None  # most that a GPU's tensors took; None: nothing told it
+    said: str = 'it printed nothing'  # its last line, or the first that names an error
     _failed: bool = False
 
     def read(self, line: str) -> None:

@@ -14,69 +14,42 @@ STOCK = ('1f1b', 'interleaved')  # schedules that Megatron has itself
 
 @dataclass(frozen=True)
 class Setup:
-    """Sizes of parallelism, and what runs on them.
+    """Sizes of parallelism, and what runs on them."""
 
-    Attributes:
-        tp: tensor-parallel ranks.
-        pp: pipeline ranks.
-        chunks: model chunks of each pipeline rank.
-        ep: expert-parallel ranks.
-        micro_batch: samples of a microbatch.
-        schedule: name of a family.
-        saving: Megatron's recomputation: none, selective or full.
-        sequence_parallel: whether tensor-parallel ranks share norms and dropout, too.
-        layers: decoder layers of each stage, where the launch line gives them; none: even.
-    """
-
-    tp: int = 1
-    pp: int = 1
-    chunks: int = 1
-    ep: int = 1
-    micro_batch: int = 1
-    schedule: str = '1f1b'
-    saving: str = NONE
-    sequence_parallel: bool = True
+    tp: int = 1  # tensor-parallel ranks
+    pp: int = 1  # pipeline ranks
+    chunks: int = 1  # model chunks of each pipeline rank
+    ep: int = 1  # expert-parallel ranks
+    micro_batch: int = 1  # samples of a microbatch
+    schedule: str = '1f1b'  # name of a family
+    saving: str = NONE  # Megatron's recomputation: none, selective or full
+    sequence_parallel: bool = True  # whether tensor-parallel ranks share norms and dropout, too
+    # decoder layers of each stage, where the launch line gives them; none: even
     layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Job:
-    """A model, its batch, and the GPUs that are to train it.
+    """A model, its batch, and the GPUs that are to train it."""
 
-    Attributes:
-        shape: of the model; its tp, ep, dp and micro batch are those of a `Setup`.
-        global_batch: samples of an iteration.
-        gpus: of the job.
-        memory: bytes of a GPU.
-        gpus_per_node: that are linked by `within`.
-        within: GB/s that a GPU sends to others of its node.
-        between: GB/s that a GPU sends to other nodes.
-        host: GB/s of copies between a GPU and its host.
-        reserve: bytes that the model cannot have: CUDA context, buffers of NCCL, fragments.
-        cp: context-parallel ranks.
-        etp: ranks that share an expert; 0: as many as `tp`.
-        shards_optimizer: whether replicas share the optimizer's state.
-        overlaps: whether gradients are reduced beside backward passes.
-        fused: whether attention keeps no scores.
-        ends: whether the embedding and the loss count as a layer each.
-        factors: measured over predicted time of F, B and W.
-    """
-
-    shape: Shape
-    global_batch: int
-    gpus: int
-    memory: float
-    gpus_per_node: int = 8
-    within: float = 300.0
-    between: float = 25.0
-    host: float = 25.0
+    shape: Shape  # of the model; its tp, ep, dp and micro batch are those of a `Setup`
+    global_batch: int  # samples of an iteration
+    gpus: int  # of the job
+    memory: float  # bytes of a GPU
+    gpus_per_node: int = 8  # that are linked by `within`
+    within: float = 300.0  # GB/s that a GPU sends to others of its node
+    between: float = 25.0  # GB/s that a GPU sends to other nodes
+    host: float = 25.0  # GB/s of copies between a GPU and its host
+    # bytes that the model cannot have: CUDA context, buffers of NCCL, fragments
     reserve: float = 4 * 2.0**30
-    cp: int = 1
-    etp: int = 0
-    shards_optimizer: bool = True
-    overlaps: bool = False
-    fused: bool = True
+    cp: int = 1  # context-parallel ranks
+    etp: int = 0  # ranks that share an expert; 0: as many as `tp`
+    shards_optimizer: bool = True  # whether replicas share the optimizer's state
+    overlaps: bool = False  # whether gradients are reduced beside backward passes
+    fused: bool = True  # whether attention keeps no scores
+    # whether the embedding and the loss count as a layer each
     ends: tuple[bool, bool] = (False, False)
+    # measured over predicted time of F, B and W
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
     def __post_init__(self) -> None:

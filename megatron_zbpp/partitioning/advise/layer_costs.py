@@ -20,27 +20,17 @@ _COLLECTIVES = {'t': 4, 'm': 4, 'M': 2, '*': 2, '-': 2, 'E': 0}  # in F, by the 
 
 
 class SetupLayers(NamedTuple):
-    """Layers of a setup.
+    """Layers of a setup."""
 
-    Attributes:
-        layers: seconds and bytes of a rank.
-        transient: bytes that a rank holds for a while to run one layer again.
-    """
-
-    layers: Layers
-    transient: float
+    layers: Layers  # seconds and bytes of a rank
+    transient: float  # bytes that a rank holds for a while to run one layer again
 
 
 class _Again(NamedTuple):
-    """A part of a layer that can run again in B.
+    """A part of a layer that can run again in B."""
 
-    Attributes:
-        seconds: of its forward.
-        freed: bytes that then need not wait from F to B.
-    """
-
-    seconds: float
-    freed: float
+    seconds: float  # of its forward
+    freed: float  # bytes that then need not wait from F to B
 
 
 @dataclass(frozen=True)

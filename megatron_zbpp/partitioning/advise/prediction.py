@@ -20,7 +20,7 @@ from megatron_zbpp.partitioning.advise.job import Job, Setup
 from megatron_zbpp.partitioning.advise.layer_costs import SetupLayers, layer_costs
 from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.shapes import bytes_of_a_parameter
-from megatron_zbpp.partitioning.stages import Partition, parameters_held, stage_costs
+from megatron_zbpp.partitioning.space import Partition, parameters_held, stage_costs
 from megatron_zbpp.schedules import build, find
 
 # Measured over predicted time of published runs (docs/advise.md, which a test holds to this):
@@ -31,41 +31,24 @@ _GRADIENT, _PARAMETER, _STEP = 4, 2, 30  # bytes of a parameter: reduced, gather
 
 
 class Prediction(NamedTuple):
-    """An iteration of a setup.
+    """An iteration of a setup."""
 
-    Attributes:
-        setup: that it is of.
-        microbatches: of the iteration.
-        seconds: that it takes.
-        nbytes: most that the tensors of each pipeline rank take.
-        idle: share of all ranks' time between the first pass and the last that no pass takes.
-        counts: layers of each stage, embedding and loss included.
-    """
-
-    setup: Setup
-    microbatches: int
-    seconds: float
-    nbytes: tuple[float, ...]
-    idle: float
-    counts: tuple[int, ...]
+    setup: Setup  # that it is of
+    microbatches: int  # of the iteration
+    seconds: float  # that it takes
+    nbytes: tuple[float, ...]  # most that the tensors of each pipeline rank take
+    idle: float  # share of all ranks' time between the first pass and the last that no pass takes
+    counts: tuple[int, ...]  # layers of each stage, embedding and loss included
 
 
 class Stages(NamedTuple):
-    """Stages of a setup.
+    """Stages of a setup."""
 
-    Attributes:
-        placement: of them.
-        counts: layers of each.
-        costs: seconds and bytes of each.
-        fixed: bytes of each rank that do not depend on the schedule.
-        rest: seconds of an iteration behind the last pass.
-    """
-
-    placement: Placement
-    counts: tuple[int, ...]
-    costs: Costs
-    fixed: tuple[float, ...]
-    rest: float
+    placement: Placement  # of them
+    counts: tuple[int, ...]  # layers of each
+    costs: Costs  # seconds and bytes of each
+    fixed: tuple[float, ...]  # bytes of each rank that do not depend on the schedule
+    rest: float  # seconds of an iteration behind the last pass
 
     def bound(self, microbatches: int) -> float:
         """Return seconds that no schedule on these stages is below."""

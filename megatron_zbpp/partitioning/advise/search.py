@@ -1,4 +1,7 @@
-"""The best setups of a job: all that are possible, simulated in the order of their lower bounds."""
+"""The best setups of a job, and the flags that run them.
+
+All setups that are possible are simulated in the order of their lower bounds.
+"""
 
 from __future__ import annotations
 
@@ -6,44 +9,83 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron_zbpp.partitioning.advise.job import Job, Setup
-from megatron_zbpp.partitioning.advise.layer_costs import savings
+from megatron_zbpp.partitioning.advise.job import FULL, SELECTIVE, STOCK, Job, Setup
+from megatron_zbpp.partitioning.advise.layer_costs import modules_again, savings
 from megatron_zbpp.partitioning.advise.prediction import Prediction, Stages, predict, stages_of
+from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.schedules import find
+
+# Flags that a setup gives itself or whose values are of another setup: with a value, and without.
+REPLACED = tuple(
+    (
+        'tensor-model-parallel-size pipeline-model-parallel-size expert-model-parallel-size '
+        'micro-batch-size num-layers-per-virtual-pipeline-stage '
+        'num-virtual-stages-per-pipeline-rank pipeline-model-parallel-layout '
+        'decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers '
+        'recompute-granularity recompute-method recompute-num-layers recompute-modules'
+    ).split()
+)
+SWITCHES = ('--sequence-parallel', '--recompute-activations', '--distribute-saved-activations')
+_AGAIN = {
+    FULL: '--recompute-granularity full --recompute-method uniform --recompute-num-layers 1',
+    SELECTIVE: '--recompute-granularity selective --recompute-modules',
+}
+
+
+def flags_of(job: Job, setup: Setup) -> list[str]:
+    """Return the flags of a setup, in words."""
+    sizes = {'tensor-model-parallel': setup.tp, 'pipeline-model-parallel': setup.pp}
+    sizes |= {'expert-model-parallel': setup.ep} if job.shape.experts else {}
+    sizes |= {'micro-batch': setup.micro_batch}
+    found = [word for name, size in sizes.items() for word in (f'--{name}-size', str(size))]
+    if setup.sequence_parallel and setup.tp > 1:
+        found.append('--sequence-parallel')
+    family = find(setup.schedule)
+    if family.name == 'interleaved' or setup.chunks != family.default_chunks:
+        found += ['--num-virtual-stages-per-pipeline-rank', str(setup.chunks)]
+    found += _AGAIN.get(setup.saving, '').split()
+    found += modules_again(job) if setup.saving == SELECTIVE else ()
+    return found + ([] if setup.schedule in STOCK else ['--pipeline-schedule', setup.schedule])
+
+
+def processes(launcher: Sequence[str], gpus: int, per_node: int) -> list[str]:
+    """Return what starts a script, torchrun with as many processes as there are GPUs."""
+    if not any(word.rpartition('/')[2] == 'torchrun' for word in launcher):
+        return list(launcher)
+    at = next(k for k, word in enumerate(launcher) if word.rpartition('/')[2] == 'torchrun') + 1
+    kept: list[str] = []
+    words = iter(launcher[at:])
+    for word in words:
+        name = word.partition('=')[0].replace('_', '-')
+        if name in ('--nproc-per-node', '--nnodes'):
+            _ = next(words) if '=' not in word else None
+        else:
+            kept.append(word)
+    each = min(gpus, per_node)
+    nodes = ['--nnodes', str(gpus // each)] if gpus > each else []
+    return [*launcher[:at], *nodes, '--nproc-per-node', str(each), *kept]
+
 
 SCHEDULES = (
     *('1f1b', 'interleaved', 'zb-h1', 'zb-h2', 'zb-v', 'zb-interleaved'),
     *('v-half', 'v-min', 'po-h', 'po-f'),
 )
 # Options that hold a size of all setups, by the field of `Setup`.
-HELD = {
-    'pp': '--pp',
-    'tp': '--tp',
-    'chunks': '--vpp',
-    'ep': '--ep',
-    'micro_batch': '--micro-batch',
-}
+HELD = {'pp': '--pp', 'tp': '--tp', 'chunks': '--vpp', 'ep': '--ep', 'micro_batch': '--micro-batch'}
 # Schedules that hold less than another one and idle more: weighed where that one does not fit.
 _SPARING: dict[str, str] = dict.fromkeys(('v-half', 'v-min', 'po-h', 'po-f'), 'zb-v')
 _TRIED = {'chunks': (2, 3, 4, 5, 6, 8), 'micro_batch': (1, 2, 4, 8, 16)}
 
 
 class Advice(NamedTuple):
-    """Setups of a job.
+    """Setups of a job."""
 
-    Attributes:
-        best: that fit, the fastest first.
-        possible: number of setups that were weighed.
-        simulated: number of those that were simulated.
-        own: the iteration of the launch line's own setup; None: there is none.
-        least: the one that takes the least memory, where nothing fits.
-    """
-
-    best: tuple[Prediction, ...]
-    possible: int
-    simulated: int
+    best: tuple[Prediction, ...]  # that fit, the fastest first
+    possible: int  # number of setups that were weighed
+    simulated: int  # number of those that were simulated
+    # the iteration of the launch line's own setup; None: there is none
     own: Prediction | None = None
-    least: Prediction | None = None
+    least: Prediction | None = None  # the one that takes the least memory, where nothing fits
 
 
 class _Candidate(NamedTuple):
@@ -231,3 +273,42 @@ def with_measured(job: Job, measured: tuple[float, float, float], setup: Setup) 
         raise ValueError('measured layers take no time in F, B or W: give a file with all three')
     f, b, w = (took / made for took, made in zip(measured, own, strict=True))
     return replace(job, factors=(f, b, w))
+
+
+def with_layers(job: Job, own: Setup, layers: Layers) -> Job:
+    """Return the job with the times of measured layers, and products as fast as these tell.
+
+    Args:
+        job: of any rate of products.
+        own: setup that the layers were measured with.
+        layers: of the whole model, with an embedding and a loss, in seconds.
+
+    Raises:
+        ValueError: they are another model's, or less than communication alone takes.
+    """
+    if len(layers) != job.shape.layers + job.shape.mtp + 2:
+        raise ValueError(
+            f'--layers-file has {len(layers)} layers, the launch line {job.shape.layers} and '
+            f'{job.shape.mtp} of multi-token prediction, an embedding and a loss: give its own'
+        )
+    times = zip(*((each.forward, each.backward, each.weight) for each in layers), strict=True)
+    forward, backward, weight = map(sum, times)
+    measured = forward + backward + weight
+    slow, fast = (
+        sum(map(sum, stages_of(_at_rate(job, tflops), own).costs.times.values()))
+        for tflops in (1.0, 2.0)
+    )
+    products = 2 * (slow - fast)  # at 1 TFLOP/s
+    talk = slow - products
+    if not measured > talk:
+        raise ValueError(
+            f'--within {job.within:g}, --between {job.between:g}: communication alone would take '
+            f'{talk:.3g} s a microbatch, and all of --layers-file {measured:.3g} s: give the rates '
+            'of the links that it was measured on'
+        )
+    rated = _at_rate(job, products / (measured - talk))
+    return with_measured(rated, (forward, backward, weight), own)
+
+
+def _at_rate(job: Job, tflops: float) -> Job:
+    return replace(job, shape=replace(job.shape, tflops=tflops))

@@ -9,11 +9,15 @@ from typing import NamedTuple
 
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.partitioning.bounds import Bounds
-from megatron_zbpp.partitioning.space import Space
-from megatron_zbpp.partitioning.stages import Partition
-from megatron_zbpp.partitioning.strategies.dapple import Model, dapple
+from megatron_zbpp.partitioning.space import Partition, Space
+from megatron_zbpp.partitioning.strategies.dapple import (
+    Model,
+    Replicated,
+    admitted,
+    dapple,
+    pipedream,
+)
 from megatron_zbpp.partitioning.strategies.pipe_torch import pipe_torch
-from megatron_zbpp.partitioning.strategies.pipedream import Replicated, admitted, pipedream
 from megatron_zbpp.partitioning.strategies.spp import min_cut_order
 from megatron_zbpp.partitioning.strategies.two_bw import two_bw
 
@@ -21,15 +25,10 @@ _MOST_PLANS = 100_000  # of DAPPLE, which are all looked at
 
 
 class Choice(NamedTuple):
-    """The choice of a strategy.
+    """The choice of a strategy."""
 
-    Attributes:
-        partition: one device a stage, which Megatron can run.
-        estimate: what its own plan is and takes, in words.
-    """
-
-    partition: Partition
-    estimate: str
+    partition: Partition  # one device a stage, which Megatron can run
+    estimate: str  # what its own plan is and takes, in words
 
 
 def choose(name: str, space: Space) -> Choice:

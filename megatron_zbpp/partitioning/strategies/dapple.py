@@ -1,21 +1,85 @@
-"""DAPPLE (PPoPP'21, 2007.01045): synchronous stages with replicas, in the time of a batch.
+"""PipeDream and DAPPLE: stages with replicas, by tables over layers and devices.
 
-Of one plan the paper has a closed form around a pivot stage. Without replicas it is a bound, and
-off by up to a third from what 1F1B takes; so plans are ranked by simulating 1F1B, each link a stage
-of its own, and the closed form is there to compare.
+PipeDream (SOSP'19, 1806.03377) makes the slowest stage or link fast, for asynchronous training, one
+level of the machine at a time. A stage of layers i..j on r replicas takes max(sum of times, 2 (r -
+1) x parameters / bandwidth) / r; a link between stages takes 2 x output / bandwidth. A table over
+(layers, devices left) finds the least maximum.
+
+DAPPLE (PPoPP'21, 2007.01045) plans synchronous stages, in the time of a batch. Of one plan the
+paper has a closed form around a pivot stage. Without replicas it is a bound, and off by up to a
+third from the time of 1F1B; so plans are ranked by simulating 1F1B, each link a stage of its own,
+and the closed form is there to compare.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import combinations
-from math import inf
+from math import ceil, inf
 from typing import NamedTuple
 
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.partitioning.strategies.pipedream import Replicated
 from megatron_zbpp.schedules import build
+
+
+class Replicated(NamedTuple):
+    """A stage on several devices."""
+
+    start: int  # its first layer
+    end: int  # the layer behind its last
+    replicas: int  # devices that take turns with microbatches
+
+
+def pipedream(
+    times: Sequence[float],
+    outputs: Sequence[float],
+    parameters: Sequence[float],
+    num_devices: int,
+    bandwidth: float = inf,
+    straight: bool = False,
+) -> tuple[float, tuple[Replicated, ...]]:
+    """Return the time of the slowest stage or link, and the stages.
+
+    >>> pipedream([2, 2, 8, 2, 2], [0] * 5, [0] * 5, 4)[0]
+    4.0
+
+    Args:
+        times: of F, B and W of each layer together.
+        outputs: bytes that each layer sends on.
+        parameters: bytes of each layer, which replicas exchange.
+        num_devices: N, all of them used.
+        bandwidth: between all devices, in bytes a unit of time.
+        straight: whether each stage has one device.
+    """
+
+    @lru_cache(None)
+    def alone(start: int, end: int, replicas: int) -> float:
+        exchange = 2 * (replicas - 1) * sum(parameters[start:end]) / bandwidth
+        return max(float(sum(times[start:end])), exchange) / replicas
+
+    @lru_cache(None)
+    def best(end: int, devices: int) -> tuple[float, tuple[Replicated, ...]]:
+        found: tuple[float, tuple[Replicated, ...]] = inf, ()
+        if not straight or devices == 1:
+            found = alone(0, end, devices), (Replicated(0, end, devices),)
+        for cut in range(1, end):
+            for own in range(1, 2 if straight else devices):
+                if own == devices:
+                    break
+                before, stages = best(cut, devices - own)
+                value = max(before, 2 * outputs[cut - 1] / bandwidth, alone(cut, end, own))
+                if value < found[0]:
+                    found = value, (*stages, Replicated(cut, end, own))
+        return found
+
+    return best(len(times), num_devices)
+
+
+def admitted(stages: Sequence[Replicated]) -> int:
+    """Return how many microbatches are admitted at the start (NOAM)."""
+    return ceil(sum(stage.replicas for stage in stages) / stages[0].replicas)
 
 
 class Stage(NamedTuple):
@@ -27,19 +91,12 @@ class Stage(NamedTuple):
 
 
 class Model(NamedTuple):
-    """Costs of each layer, summed from the first on.
+    """Costs of each layer, summed from the first on."""
 
-    Attributes:
-        forward: time of F.
-        backward: time of B and W together.
-        outputs: what it sends on.
-        parameters: which replicas exchange, in the same unit.
-    """
-
-    forward: Sequence[float]
-    backward: Sequence[float]
-    outputs: Sequence[float]
-    parameters: Sequence[float]
+    forward: Sequence[float]  # time of F
+    backward: Sequence[float]  # time of B and W together
+    outputs: Sequence[float]  # what it sends on
+    parameters: Sequence[float]  # which replicas exchange, in the same unit
 
 
 def pivot_latency(stages: Sequence[Stage], num_microbatches: int) -> float:
@@ -81,9 +138,7 @@ def latency_bound(stages: Sequence[Stage], num_microbatches: int) -> float:
 def simulated_latency(stages: Sequence[Stage], num_microbatches: int) -> float:
     """Return what 1F1B takes, each stage's gradients exchanged behind its last backward."""
     costs = Costs.of(
-        tuple(s.forward for s in stages),
-        tuple(s.backward for s in stages),
-        (0.0,) * len(stages),
+        tuple(s.forward for s in stages), tuple(s.backward for s in stages), (0.0,) * len(stages)
     )
     spans = simulate(build('1f1b', len(stages), num_microbatches), costs).spans
     return max(own[-1][1] + s.exchange for own, s in zip(spans, stages, strict=True))

@@ -21,12 +21,7 @@ _Table = list[tuple[float, tuple[int, ...]]]  # by number of layers: slowest so 
 
 
 def pipe_torch(layers: Layers, devices: Devices) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
-    """Return the slowest stage's or link's time, the cuts, and the device of each rank.
-
-    Args:
-        layers: of the model.
-        devices: fewer than layers.
-    """
+    """Return the slowest stage's or link's time, the cuts, and the device of each rank."""
     count = len(devices)
     if count <= _ALL:
         found = [

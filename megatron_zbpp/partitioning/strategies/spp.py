@@ -13,12 +13,7 @@ from megatron_zbpp.partitioning.devices import Devices
 
 
 def min_cut_order(devices: Devices, output: float) -> tuple[int, ...]:
-    """Return the devices in the order of a recursive minimum cut.
-
-    Args:
-        devices: with links.
-        output: of a message, which their bandwidths divide.
-    """
+    """Return the devices in the order of a recursive minimum cut."""
     ranks = range(len(devices))
     times = [
         [devices.edge(a, b, output) + devices.edge(b, a, output) for b in ranks] for a in ranks

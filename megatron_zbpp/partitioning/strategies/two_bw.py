@@ -18,25 +18,15 @@ _VERSIONS = 2  # of the weights: what the name says
 
 @dataclass(frozen=True)
 class Choice:
-    """The configuration that is chosen.
+    """The configuration that is chosen."""
 
-    Attributes:
-        width: replicas of the pipeline (data parallel).
-        depth: stages of it.
-        microbatch: samples of a microbatch.
-        num_microbatches: of a batch on each replica.
-        recompute: whether activations are made again for the backward.
-        throughput: samples a unit of time.
-        memory: of the fullest device.
-    """
-
-    width: int
-    depth: int
-    microbatch: int
-    num_microbatches: int
-    recompute: bool
-    throughput: float
-    memory: float
+    width: int  # replicas of the pipeline (data parallel)
+    depth: int  # stages of it
+    microbatch: int  # samples of a microbatch
+    num_microbatches: int  # of a batch on each replica
+    recompute: bool  # whether activations are made again for the backward
+    throughput: float  # samples a unit of time
+    memory: float  # of the fullest device
 
 
 def choices(
@@ -67,11 +57,7 @@ def choices(
 
 
 def two_bw(layers: Layers, devices: Devices, batch: int) -> Choice:
-    """Return the fastest choice that fits every device.
-
-    Raises:
-        ValueError: none fits, or the batch divides into none.
-    """
+    """Return the fastest choice that fits every device."""
     room = min(device.memory for device in devices.devices)
     fitting = [choice for choice in choices(layers, devices, batch) if choice.memory <= room]
     if not fitting:

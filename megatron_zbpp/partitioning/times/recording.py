@@ -47,44 +47,27 @@ class Kernel(NamedTuple):
 
 
 class TimedPass(NamedTuple):
-    """A pass as it ran, in seconds.
+    """A pass as it ran, in seconds."""
 
-    Attributes:
-        kind: F, B, W, BW or another of ours.
-        stage: in model order; None: the recording does not tell.
-        number: which one of its stage and kind this is, from 0 on; see `slice`.
-        slice: of the sequence; each has numbers of its own.
-        start: of the first kernel, or of the range where no kernels were recorded.
-        end: of the last one.
-    """
-
-    kind: str
-    stage: int | None
-    number: int
-    slice: int
-    start: float
-    end: float
+    kind: str  # F, B, W, BW or another of ours
+    stage: int | None  # in model order; None: the recording does not tell
+    number: int  # which one of its stage and kind this is, from 0 on; see `slice`
+    slice: int  # of the sequence; each has numbers of its own
+    start: float  # of the first kernel, or of the range where no kernels were recorded
+    end: float  # of the last one
 
 
 @dataclass(frozen=True)
 class Recording:
-    """Ranges, operations and kernels that a profiler recorded of one process, in any order.
+    """Ranges, operations and kernels that a profiler recorded of one process, in any order."""
 
-    Attributes:
-        source: file that it is from, for messages.
-        ranges: of the host, those that `matters` names.
-        operations: start and end of forward operations that autograd knows a backward of.
-        kernels: of the device; empty on a CPU.
-        rank: of the process; None: unknown.
-        pipeline: ranks of its pipeline, in their order; empty: unknown.
-    """
-
-    source: str
-    ranges: tuple[Range, ...]
+    source: str  # file that it is from, for messages
+    ranges: tuple[Range, ...]  # of the host, those that `matters` names
+    # start and end of forward operations that autograd knows a backward of
     operations: tuple[tuple[float, float], ...] = ()
-    kernels: tuple[Kernel, ...] = ()
-    rank: int | None = None
-    pipeline: tuple[int, ...] = ()
+    kernels: tuple[Kernel, ...] = ()  # of the device; empty on a CPU
+    rank: int | None = None  # of the process; None: unknown
+    pipeline: tuple[int, ...] = ()  # ranks of its pipeline, in their order; empty: unknown
 
 
 def matters(name: str) -> bool:
@@ -139,8 +122,7 @@ def _runs(recording: Recording) -> list[TimedPass]:
     forwards = _outermost([*recording.operations, *modules], outside=nodes)
     inside = _outermost([*nodes, *forwards])
     messages = _outermost(
-        ((r.start, r.end) for r in recording.ranges if r.name.startswith(_MESSAGES)),
-        outside=inside,
+        ((r.start, r.end) for r in recording.ranges if r.name.startswith(_MESSAGES)), outside=inside
     )
     kinds = ((F, forwards), (BW, nodes), (_BETWEEN, messages))
     marks = sorted((*own, kind) for kind, intervals in kinds for own in intervals)

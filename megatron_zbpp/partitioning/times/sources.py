@@ -10,7 +10,7 @@ from typing import Any
 from megatron_zbpp.ir import files, strict_json
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.costs_file import ROUTES
-from megatron_zbpp.partitioning.times import kineto, nsight, timers
+from megatron_zbpp.partitioning.times import profilers, timers
 from megatron_zbpp.partitioning.times.recording import Recording
 from megatron_zbpp.partitioning.times.stage_times import Measured, divided, from_recordings
 
@@ -73,9 +73,9 @@ def _read(path: Path) -> str | list[Recording] | dict[str, Any]:
     if path.is_dir():
         path = _in_folder(path)
     with path.open('rb') as file:
-        head = file.read(len(nsight.MAGIC))
-    if head == nsight.MAGIC:
-        return nsight.read_report(path)
+        head = file.read(len(profilers.MAGIC))
+    if head == profilers.MAGIC:
+        return profilers.read_report(path)
     try:
         text = files.text_of(files.content_of(path, _MOST_BYTES))
     except UnicodeDecodeError as error:
@@ -112,9 +112,9 @@ def _of_json(path: Path, text: str) -> list[Recording] | dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f'{path} is cut off, or no JSON ({error}): export it again') from error
     if strict_json.is_list(data):
-        data = {kineto.EVENTS: data}  # Chrome's format without a head
-    if strict_json.is_object(data) and kineto.EVENTS in data:
-        recording = kineto.read_trace(data, str(path))
+        data = {profilers.EVENTS: data}  # Chrome's format without a head
+    if strict_json.is_object(data) and profilers.EVENTS in data:
+        recording = profilers.read_trace(data, str(path))
         if not recording.ranges and not recording.operations:
             raise ValueError(
                 f'{path} has no passes of a training: give a trace that torch.profiler recorded on '

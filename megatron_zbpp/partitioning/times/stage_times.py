@@ -16,37 +16,21 @@ HALF = 0.5  # of a backward counts as W where nothing tells
 
 
 class Measured(NamedTuple):
-    """Times of stages, in seconds.
+    """Times of stages, in seconds."""
 
-    Attributes:
-        layout: layers of the stages, as `Ett|ttL`.
-        costs: of the stages; activations are those of `Costs`, as no source tells them.
-        notes: a sentence each: what the source could not tell, and what was assumed instead.
-        joined: whether a stage is all that a rank has: chunks were not told apart.
-        routes: as `Placement.routes`; empty: the source does not tell.
-    """
-
-    layout: str
-    costs: Costs
+    layout: str  # layers of the stages, as `Ett|ttL`
+    costs: Costs  # of the stages; activations are those of `Costs`, as no source tells them
+    # a sentence each: what the source could not tell, and what was assumed instead
     notes: tuple[str, ...] = ()
-    joined: bool = False
+    joined: bool = False  # whether a stage is all that a rank has: chunks were not told apart
+    # as `Placement.routes`; empty: the source does not tell
     routes: tuple[tuple[int, ...], ...] = ()
 
 
 def from_recordings(
     recordings: Sequence[Recording], layout: str, weight_share: float | None = None
 ) -> Measured:
-    """Return the times of stages: medians over all passes of a stage, in all recordings.
-
-    Args:
-        recordings: of the ranks of a job, or of one pipeline.
-        layout: layers of the stages, in model order.
-        weight_share: share of a backward that is W, where it was recorded as one pass; default: a
-            half.
-
-    Raises:
-        ValueError: a recording has no passes, or no recording has those of a stage.
-    """
+    """Return the times of stages: medians over all passes of a stage, in all recordings."""
     stages = len(layout.split('|'))
     of_stages: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     placed: list[tuple[Recording, list[TimedPass]]] = []
@@ -170,10 +154,6 @@ def message_time(
 
     The shortest that was seen, forwards and backwards taken together, so that clocks which differ
     do not matter; the median over neighbours. None: no pair of neighbours tells.
-
-    Args:
-        placed: recordings with their passes, which know their stages.
-        stages: how many there are.
     """
     pipelines: dict[tuple[int, ...], list[Sequence[TimedPass]]] = defaultdict(list)
     for recording, passes in placed:

@@ -37,20 +37,14 @@ _WARM_UP = 2  # intervals: the first iteration is logged twice by some releases
 
 
 class Log(NamedTuple):
-    """Timers and arguments of a log.
+    """Timers and arguments of a log."""
 
-    Attributes:
-        intervals: ms of each timer in an iteration, by its name and rank, for each line of the
-            log; of `minmax`, rank 0 has the shortest and 1 the longest.
-        arguments: that Megatron printed at the start.
-        option: how timers were logged: all, minmax or max.
-        schedule: of ours, that ran; None: Megatron's own.
-    """
-
+    # ms of each timer in an iteration, by its name and rank, for each line of the log; of `minmax`,
+    # rank 0 has the shortest and 1 the longest
     intervals: tuple[Mapping[str, Mapping[int, float]], ...]
-    arguments: Mapping[str, str]
-    option: str
-    schedule: str | None
+    arguments: Mapping[str, str]  # that Megatron printed at the start
+    option: str  # how timers were logged: all, minmax or max
+    schedule: str | None  # of ours, that ran; None: Megatron's own
 
 
 def is_log(text: str) -> bool:
@@ -91,18 +85,7 @@ def from_log(
     microbatches: int | None = None,
     weight_share: float | None = None,
 ) -> Measured:
-    """Return the times of stages: medians over iterations, but for the first ones.
-
-    Args:
-        log: that Megatron wrote.
-        source: its name, for messages.
-        layout: layers of the stages; None: as the log's arguments say.
-        microbatches: of an iteration; None: as the log's arguments say.
-        weight_share: see `from_recordings`.
-
-    Raises:
-        ValueError: it lacks timers, arguments or ranks.
-    """
+    """Return the times of stages: medians over iterations, but for the first ones."""
     if log.schedule is not None:
         raise ValueError(
             f'{source} is of {log.schedule}, and timers do not see W: take times of it by '

@@ -8,12 +8,13 @@ say what F, B and W take.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import fsum, sqrt
 from typing import NamedTuple
 
+from megatron_zbpp.analysis.least_squares import non_negative
 from megatron_zbpp.ir import B, F, Placement, W
 from megatron_zbpp.ir.costs import Costs
 
@@ -46,6 +47,32 @@ class Attention:
         if not whole:
             return 0.0, 1.0, 0.0
         return self.fixed / whole, (1 - self.share - self.fixed) / whole, pairs / whole
+
+
+def fit_attention(times: Mapping[int, float], length: int) -> Attention:
+    """Return the parts of F of sequences of `length` tokens, fitted to measured times of F.
+
+    They are fitted by what grows with tokens and with pairs of them, and of three or more by what
+    is the same for all.
+
+    Args:
+        times: of F of one stage, by the tokens of a sequence.
+        length: of the sequences to slice.
+
+    Raises:
+        ValueError: there are too few, or one is 0.
+    """
+    if len(times) < 2 or min(times.values()) <= 0:
+        raise ValueError(
+            'measured times of F tell what attention takes by two lengths or more, and none is 0: '
+            'give such as 8192=21.5,32768=140'
+        )
+    powers = (1, 2) if len(times) == 2 else (0, 1, 2)
+    # each as a share of what was measured: short sequences count as much as long ones
+    rows = [[(tokens / length) ** k / time for k in powers] for tokens, time in times.items()]
+    found = dict(zip(powers, non_negative(rows, [1.0] * len(rows)), strict=True))
+    whole = sum(found.values())
+    return Attention(found[2] / whole, found.get(0, 0.0) / whole)
 
 
 def balanced(

@@ -26,11 +26,12 @@ from hypothesis import strategies as st
 from instances import NODES
 from instances import P1 as LAYERS
 
-from megatron_zbpp.cli import benching, inputs, main, profiling
-from megatron_zbpp.cli.layer_costs import load_devices, load_layers
+from megatron_zbpp.cli import benching, main, profiling
+from megatron_zbpp.cli.arguments import load_devices, load_layers
 from megatron_zbpp.ir import formats
 from megatron_zbpp.mcore import setting_files
 from megatron_zbpp.partitioning.times.sources import read_times
+from megatron_zbpp.planner.cost_sources import StageCosts
 from megatron_zbpp.schedules import build
 
 RECORDED = Path(__file__).parents[1] / 'partitioning' / 'recorded'
@@ -100,7 +101,7 @@ def readers(tmp_path_factory):
                 ),
             ),
             'costs': Reader(
-                inputs.StageCosts.read,
+                StageCosts.read,
                 (json.dumps(COSTS), json.dumps({**STAGES, 'times': {}, 'amounts': {}})),
                 (
                     f'simulate {at_stages}',

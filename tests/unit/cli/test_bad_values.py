@@ -254,7 +254,7 @@ def test_an_order_that_megatron_refuses(command, capsys):
 def test_a_package_that_is_not_here_is_named_with_its_cure(monkeypatch, capsys):
     missing = ModuleNotFoundError("No module named 'torch'", name='torch')
     absent = mock.Mock(side_effect=missing)
-    monkeypatch.setattr('megatron_zbpp.cli.commands.inputs.load_case', absent)
+    monkeypatch.setattr('megatron_zbpp.planner.cases.CaseRequest.case', absent)
     assert main(f'show --schedule zb-v {SHAPE}'.split()) == 2
     cure = 'pip install torch, or run zbpp where the job runs'
     assert capsys.readouterr().err == f"zbpp: No module named 'torch': {cure}\n"

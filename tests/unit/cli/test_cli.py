@@ -23,7 +23,7 @@ from zero_bubble import TABLE_5, paper_costs
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.cli import main, printing, searching
+from megatron_zbpp.cli import main, printing
 from megatron_zbpp.cli.parser import _COMMANDS
 from megatron_zbpp.ir import formats
 from megatron_zbpp.ir.costs import Costs
@@ -766,7 +766,7 @@ def test_an_interrupted_plan(monkeypatch, capsys: pytest.CaptureFixture, cache_f
 
         yield done
 
-    monkeypatch.setattr(searching, 'progress', interrupted)
+    monkeypatch.setattr(printing, 'progress', interrupted)
     shape = ['--pp', '8', '--microbatches', '24', '--times', '1,1.2,0.8', '--memory-limit', '6']
     assert main(['plan', *shape, '--seconds', '60', '--json']) == 130
     printed = capsys.readouterr()

@@ -14,7 +14,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from paths import ROOT
 
-from megatron_zbpp.cli import main, progress
+from megatron_zbpp.cli import main, printing
 from megatron_zbpp.cli.parser import _COMMANDS
 
 SCHEMA = json.loads((ROOT / 'docs/zbpp.schema.json').read_text())
@@ -146,7 +146,7 @@ def test_what_is_done_is_shown_on_a_terminal_only(terminal, monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(stream, 'isatty', lambda: terminal)
     monkeypatch.setattr(sys, 'stderr', stream)
-    progress.now('reading the launch line ...')
+    printing.now('reading the launch line ...')
     assert stream.getvalue() == ('\r\x1b[Kreading the launch line ...' if terminal else '')
 
 

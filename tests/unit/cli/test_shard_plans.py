@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_zbpp.cli import main, searching, shard_planning
+from megatron_zbpp.cli import main, planning, printing
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.planner import budget, plans
+from megatron_zbpp.planner.cases import CaseRequest
 from megatron_zbpp.techniques.composition import SLICED, VOCABULARY, techniques_of
 
 INIT = budget.Budget.__init__  # by which the clock counts, as it does not in other tests
@@ -120,13 +121,13 @@ def ticks(monkeypatch):
 @pytest.fixture
 def built(monkeypatch):
     """Names of the schedules that shards are put into, or a whole layer, as they are built."""
-    names, original = [], shard_planning.load_case
+    names, original = [], CaseRequest.case
 
-    def load_case(args, name):
-        names.append(name)
-        return original(args, name)
+    def case(self, family=None):
+        names.append(family)
+        return original(self, family)
 
-    monkeypatch.setattr(shard_planning, 'load_case', load_case)
+    monkeypatch.setattr(CaseRequest, 'case', case)
     return names
 
 
@@ -167,7 +168,7 @@ def test_progress_is_shown(monkeypatch, capsys, ticks):
         yield lambda share: shares.append((text, share))
 
     ticks(0.5)
-    for module in (shard_planning, searching):
+    for module in (planning, printing):
         monkeypatch.setattr(module, 'progress', progress)
     assert main(LARGE.split()) == 0
     named = [share for text, share in shares if text == 'named schedules']

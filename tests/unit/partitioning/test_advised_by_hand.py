@@ -10,11 +10,10 @@ import pytest
 
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.partitioning.advise.flags import flags_of
 from megatron_zbpp.partitioning.advise.job import FULL, NONE, SELECTIVE, Job, Setup
 from megatron_zbpp.partitioning.advise.layer_costs import layer_costs
 from megatron_zbpp.partitioning.advise.prediction import predict, stages_of
-from megatron_zbpp.partitioning.advise.search import advise, setups_of, with_measured
+from megatron_zbpp.partitioning.advise.search import advise, flags_of, setups_of, with_measured
 from megatron_zbpp.partitioning.layers import Layer
 from megatron_zbpp.partitioning.shapes import Shape, layers_of
 from megatron_zbpp.schedules import build

@@ -11,11 +11,16 @@ from hypothesis import strategies as st
 
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.partitioning.advise import prediction
-from megatron_zbpp.partitioning.advise.flags import flags_of, processes
 from megatron_zbpp.partitioning.advise.job import FULL, NONE, SELECTIVE, STOCK, Job, Setup
 from megatron_zbpp.partitioning.advise.layer_costs import layer_costs
 from megatron_zbpp.partitioning.advise.prediction import predict, stages_of
-from megatron_zbpp.partitioning.advise.search import advise, setups_of, with_measured
+from megatron_zbpp.partitioning.advise.search import (
+    advise,
+    flags_of,
+    processes,
+    setups_of,
+    with_measured,
+)
 from megatron_zbpp.partitioning.shapes import Shape, layers_of
 from megatron_zbpp.schedules import build
 

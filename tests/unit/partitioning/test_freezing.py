@@ -10,7 +10,7 @@ import pytest
 from megatron_zbpp import Costs, Placement, build, simulate
 from megatron_zbpp.cli import main
 from megatron_zbpp.ir import Pass
-from megatron_zbpp.partitioning.freezing import freeze
+from megatron_zbpp.partitioning.freeze_plans import freeze
 
 ANSWERS = {  # (schedule, p, m): for each most, makespan and mean share
     ('1f1b', 2, 2): {0: (9, 0), 0.25: (8, 0.25), 0.5: (7, 0.5), 0.9: (6.2, 0.7), 1: (6, 0.75)},

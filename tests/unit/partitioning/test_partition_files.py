@@ -7,7 +7,7 @@ from instances import INSTANCES, NODES, ONE_SLOW
 
 from megatron_zbpp import Devices, Layer, Layers
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.partitioning.stages import Partition, stage_costs
+from megatron_zbpp.partitioning.space import Partition, stage_costs
 
 HEAD = '{"format": "megatron_zbpp.layers/1", "layers": '
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_zbpp import Device, Devices, Layer, Layers, Placement, check, partition
-from megatron_zbpp.partitioning.climb import swapped
-from megatron_zbpp.partitioning.stages import Partition
+from megatron_zbpp.partitioning.search import swapped
+from megatron_zbpp.partitioning.space import Partition
 
 
 def test_many_devices_change_places_at_distances_that_are_powers_of_two():

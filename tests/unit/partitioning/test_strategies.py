@@ -15,13 +15,14 @@ from megatron_zbpp.cli import main
 from megatron_zbpp.partitioning.strategies.dapple import (
     Model,
     Stage,
+    admitted,
     dapple,
     latency_bound,
+    pipedream,
     pivot_latency,
     simulated_latency,
 )
 from megatron_zbpp.partitioning.strategies.pipe_torch import pipe_torch
-from megatron_zbpp.partitioning.strategies.pipedream import admitted, pipedream
 from megatron_zbpp.partitioning.strategies.spp import min_cut_order
 from megatron_zbpp.partitioning.strategies.two_bw import choices, two_bw
 

@@ -25,7 +25,7 @@ from megatron_zbpp import Layers
 from megatron_zbpp.cli import main
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.times import recording as recordings
-from megatron_zbpp.partitioning.times.kineto import read_trace
+from megatron_zbpp.partitioning.times.profilers import read_trace
 from megatron_zbpp.partitioning.times.recording import Kernel, Range, Recording, find_passes
 from megatron_zbpp.partitioning.times.sources import read_times
 from megatron_zbpp.partitioning.times.stage_times import from_recordings

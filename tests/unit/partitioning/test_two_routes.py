@@ -9,10 +9,10 @@ from megatron_zbpp.analysis.run_ahead import passes_ahead
 from megatron_zbpp.guests.auto_plan import fit_layers_to_run
 from megatron_zbpp.ir import F, Pass, Placement
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.partitioning.fitting import measured_devices
 from megatron_zbpp.partitioning.layers import Layer, Layers
 from megatron_zbpp.partitioning.plans import partition
-from megatron_zbpp.partitioning.speeds import measured_devices
-from megatron_zbpp.partitioning.stages import Partition, parameters_held
+from megatron_zbpp.partitioning.space import Partition, parameters_held
 from megatron_zbpp.schedules.construct.building_blocks import orders
 from megatron_zbpp.schedules.construct.draft import Draft
 
