@@ -173,7 +173,7 @@ class CaseRequest:
     def require_share(self) -> None:
         """Raise ValueError for layers on all ranks without a cost, or among layers of a file."""
         shares, layers = self.name('vocab_parallel'), self.name('vocab_layers')
-        if self.costs.file is not None and self.vocab_parallel is not None:
+        if self.costs.layers_file is not None and self.vocab_parallel is not None:
             raise ValueError(
                 f'{shares} does not go with {self.name("layers_file")}: the output layer is one of '
                 f'the layers; leave it out, or give {self.name("costs")}'
@@ -319,7 +319,7 @@ class CaseRequest:
             self.costs.require_bytes(self.name)
         costs = self.costs.costs(placement, self.name, selective)
         of_times = f'the file of {self.name("costs")}'
-        return self._with_messages_and_pairs(costs, self.costs.file or of_times, of_times)
+        return self._with_messages_and_pairs(costs, self.costs.layers_file or of_times, of_times)
 
     def _with_messages_and_pairs(self, costs: Costs, source: str, pairs_in: str) -> Costs:
         """Return costs with the latency of messages and the times of passes that run as one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from megatron_zbpp.analysis.gain import gain_of, idle_parts, makespan_of
 from megatron_zbpp.analysis.memory import peak
@@ -14,7 +15,7 @@ from megatron_zbpp.techniques.updates.versions import copies, updates_of
 from megatron_zbpp.techniques.vocabulary.whole import WHOLE, has_shards, rival_costs
 
 
-def shape(schedule: Schedule) -> dict:
+def shape(schedule: Schedule) -> dict[str, Any]:
     """Return name and sizes of a schedule, for JSON."""
     placement, graph = schedule.placement, schedule.graph
     return {
@@ -29,7 +30,7 @@ def shape(schedule: Schedule) -> dict:
     }
 
 
-def facts(case: Case, timeline: Timeline, against: str) -> dict:
+def facts(case: Case, timeline: Timeline, against: str) -> dict[str, Any]:
     """Return sizes, times and memory of a schedule, for JSON and tables.
 
     Args:

@@ -303,7 +303,7 @@ class PlanRequest:
             ValueError: the model has fewer layers than ranks.
         """
         p, costs, name = self.num_ranks, self.case.costs, self.case.name
-        usual = [1, 2, 4] if costs.num_stages is None else [costs.num_stages // p]
+        usual = [1, 2, 4] if costs.stages is None else [costs.stages // p]
         allowed = list(self.num_chunks or usual)
         if costs.most_stages is not None and self.num_chunks is None:
             allowed = [chunks for chunks in allowed if p * chunks <= max(costs.most_stages, p)]

@@ -182,9 +182,10 @@ class ShardSearch:
     def _cases(self, case: CaseRequest, needed: bool) -> tuple[list[Case], str]:
         """Return named schedules, the shortest first, and why the last other is impossible."""
         cases, why = list[Case](), ''
-        # where there may be no time for all: the smallest bubble first
-        turn = partial(_bubble, self._asked) if case.on_time is not always else lambda _: 0.0
-        for name, chunks in sorted(hosts_of(self._chunks), key=turn):
+        hosts = hosts_of(self._chunks)
+        if case.on_time is not always:  # there may be no time for all: the smallest bubble first
+            hosts = sorted(hosts, key=partial(_bubble, self._asked))
+        for name, chunks in hosts:
             if (cases or not needed) and not case.on_time():
                 break
             try:
