@@ -292,17 +292,7 @@ def searched(
     search: Callable[[Callable[[float], None]], Found],
     best: Callable[[KeyboardInterrupt], Found | None],
 ) -> tuple[Found, int]:
-    """Return what a search finds, and the exit status: 0, or 130 where Ctrl-C ended it.
-
-    Args:
-        doing: for the bar.
-        what: was found by then, for who ends it.
-        search: is told whom to tell the share of its time that is spent.
-        best: what an interruption has; None: nothing.
-
-    Raises:
-        KeyboardInterrupt: before anything was found.
-    """
+    """Return what a search finds, and the exit status: 0, or 130 where Ctrl-C ended it."""
     try:
         with progress(doing, '%', 100) as done:
             return search(done), 0

@@ -90,12 +90,7 @@ class CaseRequest:
     name: Naming = str
 
     def case(self, family: str | None = None) -> Case:
-        """Return the schedule that is asked for, or that of a family: checked, with its costs.
-
-        Raises:
-            ValueError: there is none of such sizes, or options contradict each other.
-            ScheduleError: the schedule is not valid, or holds more than the limit.
-        """
+        """Return the schedule that is asked for, or that of a family: checked, with its costs."""
         name = self.schedule if family is None else family
         case = self._from_file() if name is None else self._generated(name)
         self.require_share()
@@ -217,15 +212,7 @@ class CaseRequest:
         return with_shard_times(costs, placement, share)
 
     def copied(self, costs: Costs, between: Iterable[str] = ()) -> Costs:
-        """Return `costs` with times of copies, by `copy_ratio` where they have none.
-
-        Args:
-            costs: of the stages.
-            between: kinds of copies between ranks.
-
-        Raises:
-            ValueError: the costs and the ratio contradict each other.
-        """
+        """Return `costs` with times of copies, by `copy_ratio` where they have none."""
         ratio = self.copy_ratio
         if ratio is not None and TRANSFERS[HOST].out in costs.times:
             raise ValueError(
@@ -309,12 +296,7 @@ class CaseRequest:
         return self._with_messages_and_pairs(costs, str(self.file), str(self.file))
 
     def costs_of(self, placement: Placement, selective: bool = False) -> Costs:
-        """Return the costs of a placement's stages; `selective`: with selective recomputation.
-
-        Raises:
-            ValueError: they do not fit the placement, one is given twice, or say nothing of bytes
-                though a limit does.
-        """
+        """Return the costs of a placement's stages; `selective`: with selective recomputation."""
         if self._in_bytes:
             self.costs.require_bytes(self.name)
         costs = self.costs.costs(placement, self.name, selective)
@@ -348,11 +330,7 @@ class CaseRequest:
         return self.costs.units(self._in_bytes)
 
     def heading(self, case: Case | None = None) -> str:
-        """Return sizes and times that all schedules of a picture have in common.
-
-        Args:
-            case: that is drawn alone; None: there are several.
-        """
+        """Return sizes and times that all schedules of a picture have in common."""
         sizes = {'p': self.num_ranks, 'm': self.num_microbatches, 'n': self.cut.number}
         parts = [f'{name} = {size}' for name, size in sizes.items() if size is not None]
         planned = case is not None and case.schedule.costs is not None

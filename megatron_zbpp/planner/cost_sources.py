@@ -116,12 +116,7 @@ class StageCosts(CostSource):
 
     @classmethod
     def read(cls, path: str) -> StageCosts:
-        """Return the costs of a file.
-
-        Raises:
-            OSError: it cannot be read.
-            ValueError: it has no costs.
-        """
+        """Return the costs of a file."""
         return files.read(
             path, lambda text: cls(text, Costs.from_json(text).num_stages), TIMES_FILE
         )

@@ -199,14 +199,7 @@ class PlanRequest:
         )
 
     def in_slices(self, progress: Progress | None = None) -> PlanRequest:
-        """Return the request with the fewest slices that are hardly longer than any.
-
-        Args:
-            progress: called with the share of this that is done.
-
-        Raises:
-            ValueError: no named schedule fits, in any number of slices.
-        """
+        """Return the request with the fewest slices that are hardly longer than any."""
         cut = self.case.cut
         propose = partial(
             slice_counts,
@@ -297,11 +290,7 @@ class PlanRequest:
         return found.with_times(**{**copies, **found.times})
 
     def allowed_chunks(self) -> list[int]:
-        """Return the chunks per rank that a plan may have.
-
-        Raises:
-            ValueError: the model has fewer layers than ranks.
-        """
+        """Return the chunks per rank that a plan may have."""
         p, costs, name = self.num_ranks, self.case.costs, self.case.name
         usual = [1, 2, 4] if costs.stages is None else [costs.stages // p]
         allowed = list(self.num_chunks or usual)

@@ -87,11 +87,7 @@ class ShardSearch:
     """A search for the best plan with the output layer on all ranks, or whole where that pays."""
 
     def __init__(self, asked: PlanRequest) -> None:
-        """Take the question: sizes, costs and limits, and the share of a shard.
-
-        Raises:
-            ValueError: other options are planned without shards only.
-        """
+        """Take the question: sizes, costs and limits, and the share of a shard."""
         asked.case.require_share()
         for option, value in (('frontier', asked.case.limits), ('actions', asked.actions)):
             if value:
@@ -149,14 +145,7 @@ class ShardSearch:
         )
 
     def find_ways(self, progress: Progress | None = None) -> None:
-        """Find the best named schedule of each number of slices, with shards and without.
-
-        Args:
-            progress: called with the share of this that is done.
-
-        Raises:
-            ValueError: nothing fits.
-        """
+        """Find the best named schedule of each number of slices, with shards and without."""
         budget = Budget(self._asked.seconds * _WAYS, progress)
         found, why = list[Way](), ''
         kinds = {ON_ALL: replace(self._case, vocab_parallel=self._share)}
