@@ -187,7 +187,7 @@ class ShardSearch:
 
     @property
     def _is_small(self) -> bool:
-        """Whether the clock ends no building of schedules."""
+        """True where the clock ends no building of schedules."""
         asked, slices = self._asked, self._case.cut.number
         if slices == 0:  # all that are tried
             slices = (self._case.cut.seq_length or 1) // asked.least_slice
