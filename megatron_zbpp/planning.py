@@ -179,7 +179,8 @@ def frontier(
 
 
 def _changed(options: Mapping[str, Any]) -> list[str]:
-    return [name for name, value in options.items() if value != plan.__kwdefaults__[name]]
+    defaults = plan.__kwdefaults__ or {}
+    return [name for name, value in options.items() if value != defaults[name]]
 
 
 def _refuse(names: Sequence[str], needed: str) -> None:

@@ -31,13 +31,7 @@ def shape(schedule: Schedule) -> dict[str, Any]:
 
 
 def facts(case: Case, timeline: Timeline, against: str) -> dict[str, Any]:
-    """Return sizes, times and memory of a schedule, for JSON and tables.
-
-    Args:
-        case: the schedule and its costs.
-        timeline: simulated by them.
-        against: the family to which it is compared.
-    """
+    """Return sizes, times and memory of a schedule, for JSON and tables; `against`: a family."""
     steady = steady_state(timeline)
     m = case.schedule.num_microbatches if steady is None else steady.num_microbatches
     name = against + WHOLE * has_shards(case.schedule)

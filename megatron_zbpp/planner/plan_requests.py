@@ -86,6 +86,14 @@ class PlanAnswer(Plan):
         return {'slice_counts': [each._asdict() for each in self.counts]}
 
 
+class AnswersInterrupted(FrontierInterrupted):
+    """Ctrl-C while planning under several limits; `answers` has the plans by then."""
+
+    def __init__(self, answers: list[tuple[float, PlanAnswer]]) -> None:
+        super().__init__([(limit, answer, answer.cached) for limit, answer in answers])
+        self.answers = answers
+
+
 @dataclass(frozen=True)
 class PlanRequest:
     """A plan that is asked for."""
@@ -142,7 +150,7 @@ class PlanRequest:
             progress: called with the share that is done.
 
         Raises:
-            FrontierInterrupted: by Ctrl-C; it has the best plans by then.
+            AnswersInterrupted: by Ctrl-C; it has the best plans by then.
             ValueError: as `plan`.
         """
         name = self.case.name
@@ -168,11 +176,13 @@ class PlanRequest:
                 **request._search(candidates),
             )
         except FrontierInterrupted as interruption:
-            raise FrontierInterrupted(request._answers(interruption.found)) from None
-        return [(limit, answer) for limit, answer, _ in request._answers(points)]
+            raise AnswersInterrupted(request._answers(interruption.found)) from None
+        return request._answers(points)
 
-    def _answers(self, points: Sequence[tuple[float, Plan, bool]]) -> list[Any]:
-        return [(limit, self._answer(found, cached), cached) for limit, found, cached in points]
+    def _answers(
+        self, points: Sequence[tuple[float, Plan, bool]]
+    ) -> list[tuple[float, PlanAnswer]]:
+        return [(limit, self._answer(found, cached)) for limit, found, cached in points]
 
     def _search(self, candidates: Sequence[Candidate]) -> dict[str, Any]:
         return {

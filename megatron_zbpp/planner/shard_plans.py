@@ -129,13 +129,11 @@ class ShardSearch:
     def _answer(self, found: Plan, best: Way) -> ShardAnswer:
         cut = replace(self._case.cut, slices=found.schedule.graph.num_slices)
         share = self._share if best.layer == ON_ALL else None
-        plain = {each.name: getattr(found, each.name) for each in fields(Plan)}
+        own: dict[str, Any] = {each.name: getattr(found, each.name) for each in fields(Plan)}
+        own['best_named'] = best.case.schedule.name, best.value
+        own['repeats'] = found.repeats and self._in_time
         return ShardAnswer(
-            **{
-                **plain,
-                'best_named': (best.case.schedule.name, best.value),
-                'repeats': found.repeats and self._in_time,
-            },
+            **own,
             units=self._case.units,
             cut_short=not ((found.repeats and self._in_time) or self._is_small),
             share=self._share,
