@@ -85,8 +85,7 @@ __all__ = [
     'summary',
 ]
 
-# Modules that are imported when one of their names is first read: a training that plans nothing
-# imports no planner. The names are those under TYPE_CHECKING above.
+# Modules that are imported when one of their names is first read: those under TYPE_CHECKING.
 _MODULES = {
     'analysis.checker': ('check',),
     'analysis.simulator': ('simulate',),

@@ -7,8 +7,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir import Schedule, strict_json
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.costs_file import SELECTIVE
 from megatron_zbpp.partitioning.layer_costs import LayerCosts
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.planner import plans
@@ -19,7 +20,8 @@ from megatron_zbpp.planner.plan_requests import PLACEMENTS, PlanAnswer, PlanRequ
 from megatron_zbpp.planner.plans import Plan
 from megatron_zbpp.planner.sequence_slices import SliceRequest
 from megatron_zbpp.planner.shard_plans import ShardSearch
-from megatron_zbpp.techniques.composition import OUTPUT
+from megatron_zbpp.techniques import NAMES
+from megatron_zbpp.techniques.composition import OUTPUT, SHARED_LAYERS
 from megatron_zbpp.techniques.slices.balance import Attention
 from megatron_zbpp.techniques.slices.sizes import AUTO, LEAST, Slices, slices_of
 
@@ -57,8 +59,8 @@ def plan(
     """Return the best schedule that is found, as `zbpp plan` does.
 
     >>> found = plan(2, 4, num_chunks=1, placements=['loop'], seconds=0.1)
-    >>> found.value, found.gap, found.as_good_as
-    (13.0, 0.0, 'zb-h2')
+    >>> found.value, found.gap
+    (13.0, 0.0)
 
     With a number of ranks the answer is a `PlanAnswer`: its `facts()` are the fields of `zbpp plan
     --json`. With a list of candidates the search is on these placements at these costs alone; then
@@ -104,13 +106,23 @@ def plan(
         ValueError: no schedule keeps the limit, or arguments contradict each other.
     """
     options = {
-        **{'costs': costs, 'num_chunks': num_chunks, 'placements': placements},
-        **{'num_layers': num_layers, 'comm': comm, 'together': together, 'slices': slices},
-        **{'seq_length': seq_length, 'attention': attention, 'least_slice': least_slice},
-        **{'vocab_parallel': vocab_parallel, 'vocab_layers': vocab_layers, 'actions': actions},
-        **{'copy_ratio': copy_ratio, 'cache': cache},
+        'costs': costs,
+        'num_chunks': num_chunks,
+        'placements': placements,
+        'num_layers': num_layers,
+        'comm': comm,
+        'together': together,
+        'slices': slices,
+        'seq_length': seq_length,
+        'attention': attention,
+        'least_slice': least_slice,
+        'vocab_parallel': vocab_parallel,
+        'vocab_layers': vocab_layers,
+        'actions': actions,
+        'copy_ratio': copy_ratio,
+        'cache': cache,
     }
-    if not isinstance(candidates, int):
+    if isinstance(candidates, Sequence):
         _refuse(_changed(options), 'a number of ranks in place of candidates')
         return plans.plan(
             candidates,
@@ -167,7 +179,8 @@ def frontier(
 
 
 def _changed(options: Mapping[str, Any]) -> list[str]:
-    return [name for name, value in options.items() if value != plan.__kwdefaults__[name]]
+    defaults = plan.__kwdefaults__ or {}
+    return [name for name, value in options.items() if value != defaults[name]]
 
 
 def _refuse(names: Sequence[str], needed: str) -> None:
@@ -194,6 +207,15 @@ def _request(
     **others: Any,
 ) -> PlanRequest:
     """Return the request of `plan`'s arguments."""
+    strict_json.require_whole(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    for name, size in (('num_ranks', num_ranks), ('num_microbatches', num_microbatches)):
+        if size < 1:
+            raise ValueError(f'{name} is {size}: give a whole number from 1 up')
+    _require_known('placements', others.get('placements', ()), PLACEMENTS)
+    _require_known('actions', others.get('actions', ()), (*NAMES, SELECTIVE))
+    _require_known('vocab_layers', [vocab_layers], SHARED_LAYERS)
+    if vocab_parallel is not None and isinstance(memory_limit, Sequence):
+        raise ValueError('vocab_parallel is planned under one memory limit: give a number')
     cut = SliceRequest(
         None if slices is None else slices_of(slices),
         seq_length,
@@ -221,6 +243,12 @@ def _request(
     )
 
 
+def _require_known(argument: str, given: Iterable[str], known: Iterable[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise ValueError(f'{argument}: {name!r} is unknown: choose of {", ".join(known)}')
+
+
 def _source(costs: AnyCosts) -> CostSource:
     if isinstance(costs, Layers):
         return LayerCosts(costs, 'costs')
@@ -235,6 +263,7 @@ def _source(costs: AnyCosts) -> CostSource:
 def _overlap(together: float | Mapping[str, float] | None) -> Overlap | None:
     if together is None or isinstance(together, int | float):
         return None if together is None else Overlap(float(together), {})
+    _require_known('together', together, ('FB', 'FF', 'FW'))
     pairs = {'FF': 1.0, 'FW': 1.0, **together}
     return Overlap(pairs.pop('FB', 1.0), pairs)
 

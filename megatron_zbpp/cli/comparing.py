@@ -10,7 +10,18 @@ from typing import Any
 
 from megatron_zbpp.analysis.gain import RIVAL
 from megatron_zbpp.cli import values
-from megatron_zbpp.cli.arguments import add_renamed, case_request, flag, load_devices, load_layers
+from megatron_zbpp.cli.arguments import (
+    add_against,
+    add_costs,
+    add_renamed,
+    add_shape,
+    add_title,
+    add_vocabulary,
+    case_request,
+    flag,
+    load_devices,
+    load_layers,
+)
 from megatron_zbpp.cli.partitioning import limit_of
 from megatron_zbpp.cli.printing import (
     draw,
@@ -40,8 +51,25 @@ from megatron_zbpp.techniques.composition import OUTPUT
 from megatron_zbpp.techniques.vocabulary.place import WHOLE, has_shards
 
 
-def add_comparison(command: ArgumentParser) -> None:
-    """Add what compares over layers, partitions and latencies."""
+def add_compare(command: ArgumentParser) -> None:
+    """Add what `zbpp compare` takes, over layers, partitions and latencies, too."""
+    command.add_argument(
+        '--schedules', type=values.names, metavar='NAME,...', help='default: all that can be built'
+    )
+    command.add_argument(
+        '--file',
+        type=values.path,
+        metavar='FILE',
+        help='a plan beside them, whose sizes and costs they take; or another schedule',
+    )
+    add_shape(command, required=False)
+    add_costs(command, layers=False)  # its own compares partitions
+    add_vocabulary(command)
+    add_against(command)
+    command.add_argument(
+        '-o', '--output', type=values.path, metavar='FILE', help='picture: .html, .svg, .png, .pdf'
+    )
+    add_title(command)
     add_renamed(
         command,
         '--layers-file',

@@ -22,18 +22,15 @@ from megatron_zbpp.cli import (
     benching,
     commands,
     comparing,
+    drawing,
     partitioning,
     planning,
     printing,
     profiling,
-    values,
 )
-from megatron_zbpp.ir import formats
 from megatron_zbpp.ir.strict_json import printable
 from megatron_zbpp.ir.tables import FORMATS
 from megatron_zbpp.mcore.problems import Problems
-from megatron_zbpp.mcore.settings import meaning
-from megatron_zbpp.techniques import ASKED, find
 from megatron_zbpp.version import __version__
 
 # Commands whose numbers, if they take any, are no times.
@@ -215,104 +212,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_list(parser: argparse.ArgumentParser) -> None:
-    """Add sizes that gains are simulated at, by the costs that `compare` takes by default."""
-    sizes: tuple[tuple[str, Any, int, str], ...] = (
-        ('--pp', values.ranks, 4, 'ranks'),
-        ('--microbatches', values.count, 8, 'microbatches'),
-    )
-    for name, kind, size, what in sizes:
-        text = f'{what} that gains are simulated with; default {size}'
-        parser.add_argument(name, type=kind, default=size, metavar=name[2].upper(), help=text)
-    parser.add_argument(
-        '--all', action='store_true', help='every schedule, as --json and --table have'
-    )
-    arguments.add_against(parser)
-
-
 def _add_case(parser: argparse.ArgumentParser) -> None:
     """Add which schedule, and by which costs."""
     arguments.add_source(parser)
     arguments.add_costs(parser)
 
 
-def _add_show(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('--order', action='store_true', help='orders only, also of an invalid file')
-    parser.add_argument(
-        '--width', type=values.whole, help='columns; 0: all it takes. Default: the terminal'
-    )
-    arguments.add_against(parser)
-    arguments.add_vocabulary(parser)
-
-
-def _add_actions(parser: argparse.ArgumentParser) -> None:
-    arguments.add_against(parser)
-    for name in ASKED:
-        free = find(name).free
-        more = free and f'; {free}: as many as --copy-ratio lets hide behind the passes'
-        parser.add_argument(f'--{name}', metavar='CHUNKS', help=meaning(name) + more)
-    arguments.add_copy_ratio(parser)
-    arguments.add_vocabulary(parser)
-
-
-def _add_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        'file', type=values.path, metavar='FILE', help='our JSON, a plan, or the CSV of torch'
-    )
-    parser.add_argument('--slices', type=values.count, metavar='N', help='of each sequence')
-    parser.add_argument(
-        '--memory-limit', type=values.amount, metavar='A', help=meaning('memory_limit')
-    )
-
-
-def _add_compare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        '--schedules', type=values.names, metavar='NAME,...', help='default: all that can be built'
-    )
-    parser.add_argument(
-        '--file',
-        type=values.path,
-        metavar='FILE',
-        help='a plan beside them, whose sizes and costs they take; or another schedule',
-    )
-    arguments.add_shape(parser, required=False)
-    arguments.add_costs(parser, layers=False)  # its own compares partitions
-    arguments.add_vocabulary(parser)
-    arguments.add_against(parser)
-    parser.add_argument(
-        '-o', '--output', type=values.path, metavar='FILE', help='picture: .html, .svg, .png, .pdf'
-    )
-    arguments.add_title(parser)
-    comparing.add_comparison(parser)
-
-
-def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('--gpus', type=values.count, metavar='N', help='of the job')
-    advising.add_rates(parser)
-    parser.add_argument('--verbose', action='store_true', help='name each patch, each version')
-    parser.add_argument('line', nargs='*', metavar='-- LAUNCH LINE', help='of pretrain_gpt.py')
-
-
-def _add_convert(parser: argparse.ArgumentParser) -> None:
-    arguments.add_vocabulary(parser)
-    parser.add_argument(
-        '--to', choices=[*commands.FORMATS], help='format; default: as the name of the file ends'
-    )
-    parser.add_argument(
-        '-o', '--output', type=values.path, metavar='FILE', required=True, help='where to'
-    )
-    arguments.add_title(parser)
-    parser.add_argument(
-        '--dialect',
-        choices=formats.DIALECTS,
-        default='new',
-        help='of torch-csv: new (since 2.6) has I and B where old has B and BW; default new',
-    )
-
-
 # Name, what runs, its help, and what adds its arguments, in the order of `zbpp --help`.
 _COMMANDS: tuple[tuple[Any, ...], ...] = (
-    ('doctor', commands.doctor, 'what is installed, and what a job would run', _add_doctor),
+    ('doctor', commands.doctor, 'what is installed, and what a job would run', commands.add_doctor),
     (
         'bench',
         benching.bench,
@@ -329,18 +237,23 @@ _COMMANDS: tuple[tuple[Any, ...], ...] = (
         'list',
         commands.list_families,
         'schedules, each with its bubble, peak memory and gain',
-        _add_list,
+        commands.add_list,
     ),
-    ('show', commands.show, 'draw a schedule as text, to scale', _add_case, _add_show),
-    ('compare', comparing.compare, 'a table, and a picture, of many schedules', _add_compare),
+    ('show', drawing.show, 'draw a schedule as text, to scale', _add_case, drawing.add_show),
+    (
+        'compare',
+        comparing.compare,
+        'a table, and a picture, of many schedules',
+        comparing.add_compare,
+    ),
     (
         'simulate',
         commands.simulate_case,
         'makespan, window, bubbles, peak memory',
         _add_case,
-        _add_actions,
+        commands.add_simulate,
     ),
-    ('page', commands.write_page, 'a page with sliders to compare schedules', commands.add_page),
+    ('page', drawing.write_page, 'a page with sliders to compare schedules', drawing.add_page),
     (
         'plan',
         planning.plan_schedule,
@@ -359,8 +272,19 @@ _COMMANDS: tuple[tuple[Any, ...], ...] = (
         'costs of layers, from a shape, a trace, a log or times of stages',
         profiling.add_profile,
     ),
-    ('check', commands.check_file, 'prove that a file holds a schedule that can run', _add_check),
-    ('convert', commands.convert, 'write a schedule in another format', _add_case, _add_convert),
+    (
+        'check',
+        commands.check_file,
+        'prove that a file holds a schedule that can run',
+        commands.add_check,
+    ),
+    (
+        'convert',
+        drawing.convert,
+        'write a schedule in another format',
+        _add_case,
+        drawing.add_convert,
+    ),
     (
         'bubbles',
         commands.bubbles,

@@ -29,8 +29,12 @@ from megatron_zbpp.ir.costs_file import SELECTIVE
 from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.planner.cache import default_folder
 from megatron_zbpp.planner.cases import IN_FILE, Case, Undecided
-from megatron_zbpp.planner.frontier import FrontierInterrupted
-from megatron_zbpp.planner.plan_requests import PLACEMENTS, PlanAnswer, PlanRequest
+from megatron_zbpp.planner.plan_requests import (
+    PLACEMENTS,
+    AnswersInterrupted,
+    PlanAnswer,
+    PlanRequest,
+)
 from megatron_zbpp.planner.plans import PlanningInterrupted
 from megatron_zbpp.planner.problem import OBJECTIVES
 from megatron_zbpp.planner.shard_plans import ShardAnswer, ShardSearch
@@ -78,7 +82,7 @@ def plan_schedule(args: Namespace) -> int:
         'planning',
         'this is the best plan',
         search.plan,
-        lambda e: e.best if isinstance(e, PlanningInterrupted) else None,
+        _interrupted,
     )
     if found.cut_short:
         _say(
@@ -111,6 +115,11 @@ def plan_schedule(args: Namespace) -> int:
     if args.output:
         print(f'wrote {args.output}')
     return status
+
+
+def _interrupted(end: KeyboardInterrupt) -> PlanAnswer | None:
+    best = end.best if isinstance(end, PlanningInterrupted) else None
+    return best if isinstance(best, PlanAnswer) else None
 
 
 def _say(text: str) -> None:
@@ -203,7 +212,7 @@ def _plan_frontier(
         'planning',
         'these are the best plans',
         lambda done: asked.frontier(limits, done),
-        lambda e: [point[:2] for point in e.found] if isinstance(e, FrontierInterrupted) else None,
+        lambda e: e.answers if isinstance(e, AnswersInterrupted) else None,
     )
     if output:
         _draw_frontier(asked, points, output, title)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from megatron_zbpp.analysis.gain import gain_text, megatron_refuses
 from megatron_zbpp.ir import Placement, Schedule
@@ -215,7 +215,8 @@ def draw(path: str, to: str, title: str | None, shown: Mapping[str, Case], headi
     """Write the picture of schedules in format `to`, headed by `title`, if there is one."""
     costs = {name: case.costs for name, case in shown.items()}
     timelines = {name: case.timeline for name, case in shown.items()}
-    unit, named = next(iter(shown.values())).units.time, {'title': title} if title else {}
+    unit = next(iter(shown.values())).units.time
+    named: dict[str, Any] = {'title': title} if title else {}
     if to == 'perfetto':
         return write(path, perfetto(timelines, costs))
     if to in ('png', 'pdf'):
@@ -268,11 +269,7 @@ def now(text: str) -> None:
 
 @contextmanager
 def progress(text: str, unit: str, total: int) -> Iterator[Callable[[float], None]]:
-    """Show a bar on stderr while the block runs, if that is a terminal.
-
-    Yields:
-        What is told the share that is done, from 0 to 1.
-    """
+    """Show a bar on a terminal while the block runs; yields a function of the share done."""
     if not sys.stderr.isatty():
         yield lambda share: None
         return
@@ -292,17 +289,7 @@ def searched(
     search: Callable[[Callable[[float], None]], Found],
     best: Callable[[KeyboardInterrupt], Found | None],
 ) -> tuple[Found, int]:
-    """Return what a search finds, and the exit status: 0, or 130 where Ctrl-C ended it.
-
-    Args:
-        doing: for the bar.
-        what: was found by then, for who ends it.
-        search: is told whom to tell the share of its time that is spent.
-        best: what an interruption has; None: nothing.
-
-    Raises:
-        KeyboardInterrupt: before anything was found.
-    """
+    """Return what a search finds, and the exit status: 0, or 130 where Ctrl-C ended it."""
     try:
         with progress(doing, '%', 100) as done:
             return search(done), 0

@@ -23,7 +23,14 @@ class LayerCosts(CostSource):
 
     layers: Layers
     file: str
-    heading = 'layers from a file'
+
+    @property
+    def heading(self) -> str:
+        return 'layers from a file'
+
+    @property
+    def layers_file(self) -> str:
+        return self.file
 
     @property
     def most_stages(self) -> int:

@@ -92,12 +92,7 @@ class CaseRequest:
     name: Naming = str
 
     def case(self, family: str | None = None) -> Case:
-        """Return the schedule that is asked for, or that of a family: checked, with its costs.
-
-        Raises:
-            ValueError: there is none of such sizes, or options contradict each other.
-            ScheduleError: the schedule is not valid, or holds more than the limit.
-        """
+        """Return the schedule that is asked for, or that of a family: checked, with its costs."""
         name = self.schedule if family is None else family
         case = self._from_file() if name is None else self._generated(name)
         self.require_share()
@@ -175,7 +170,7 @@ class CaseRequest:
     def require_share(self) -> None:
         """Raise ValueError for layers on all ranks without a cost, or among layers of a file."""
         shares, layers = self.name('vocab_parallel'), self.name('vocab_layers')
-        if self.costs.file is not None and self.vocab_parallel is not None:
+        if self.costs.layers_file is not None and self.vocab_parallel is not None:
             raise ValueError(
                 f'{shares} does not go with {self.name("layers_file")}: the output layer is one of '
                 f'the layers; leave it out, or give {self.name("costs")}'
@@ -219,15 +214,7 @@ class CaseRequest:
         return with_shard_times(costs, placement, share)
 
     def copied(self, costs: Costs, between: Iterable[str] = ()) -> Costs:
-        """Return `costs` with times of copies, by `copy_ratio` where they have none.
-
-        Args:
-            costs: of the stages.
-            between: kinds of copies between ranks.
-
-        Raises:
-            ValueError: the costs and the ratio contradict each other.
-        """
+        """Return `costs` with times of copies, by `copy_ratio` where they have none."""
         ratio = self.copy_ratio
         if ratio is not None and TRANSFERS[HOST].out in costs.times:
             raise ValueError(
@@ -311,17 +298,12 @@ class CaseRequest:
         return self._with_messages_and_pairs(costs, str(self.file), str(self.file))
 
     def costs_of(self, placement: Placement, selective: bool = False) -> Costs:
-        """Return the costs of a placement's stages; `selective`: with selective recomputation.
-
-        Raises:
-            ValueError: they do not fit the placement, one is given twice, or say nothing of bytes
-                though a limit does.
-        """
+        """Return the costs of a placement's stages; `selective`: with selective recomputation."""
         if self._in_bytes:
             self.costs.require_bytes(self.name)
         costs = self.costs.costs(placement, self.name, selective)
         of_times = f'the file of {self.name("costs")}'
-        return self._with_messages_and_pairs(costs, self.costs.file or of_times, of_times)
+        return self._with_messages_and_pairs(costs, self.costs.layers_file or of_times, of_times)
 
     def _with_messages_and_pairs(self, costs: Costs, source: str, pairs_in: str) -> Costs:
         """Return costs with the latency of messages and the times of passes that run as one."""
@@ -350,11 +332,7 @@ class CaseRequest:
         return self.costs.units(self._in_bytes)
 
     def heading(self, case: Case | None = None) -> str:
-        """Return sizes and times that all schedules of a picture have in common.
-
-        Args:
-            case: that is drawn alone; None: there are several.
-        """
+        """Return sizes and times that all schedules of a picture have in common."""
         sizes = {'p': self.num_ranks, 'm': self.num_microbatches, 'n': self.cut.number}
         parts = [f'{name} = {size}' for name, size in sizes.items() if size is not None]
         planned = case is not None and case.schedule.costs is not None

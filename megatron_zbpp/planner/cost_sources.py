@@ -21,10 +21,25 @@ TIMES_FILE = 'F,B,W or a file {"F": [...], "B": [...], "W": [...]}, one entry pe
 class CostSource:
     """Costs of the stages of whatever placement is asked for."""
 
-    num_stages: int | None = None  # that have costs; None: those of any placement
-    most_stages: int | None = None  # into which the model can be split; None: any number
-    file: str | None = None  # of a model's layers
-    heading: str  # the costs in a few words, for a picture
+    @property
+    def stages(self) -> int | None:
+        """The number of stages that have costs; None: those of any placement."""
+        return None
+
+    @property
+    def most_stages(self) -> int | None:
+        """The most stages into which the model can be split; None: any number."""
+        return None
+
+    @property
+    def layers_file(self) -> str | None:
+        """The file of a model's layers; None: the costs are of stages."""
+        return None
+
+    @property
+    def heading(self) -> str:
+        """The costs in a few words, for a picture."""
+        raise NotImplementedError
 
     def costs(self, placement: Placement, name: Naming, selective: bool = False) -> Costs:
         """Return the costs of a placement's stages.
@@ -53,7 +68,7 @@ class CostSource:
 
     def chunks(self, num_ranks: int, asked: int | None, default: int, name: Naming) -> int:
         """Return v: the chunks asked for, or those of the stages with costs, or the default."""
-        stages = self.num_stages
+        stages = self.stages
         if stages is None:
             return asked or default
         if stages % num_ranks or asked not in (None, stages // num_ranks):
@@ -98,16 +113,10 @@ class StageCosts(CostSource):
 
     text: str
     num_stages: int
-    heading = 'times of each stage from a file'
 
     @classmethod
     def read(cls, path: str) -> StageCosts:
-        """Return the costs of a file.
-
-        Raises:
-            OSError: it cannot be read.
-            ValueError: it has no costs.
-        """
+        """Return the costs of a file."""
         return files.read(
             path, lambda text: cls(text, Costs.from_json(text).num_stages), TIMES_FILE
         )
@@ -116,6 +125,14 @@ class StageCosts(CostSource):
     def of(cls, costs: Costs) -> StageCosts:
         """Return the source of costs that a program has."""
         return cls(json.dumps(written(costs)), costs.num_stages)
+
+    @property
+    def stages(self) -> int:
+        return self.num_stages
+
+    @property
+    def heading(self) -> str:
+        return 'times of each stage from a file'
 
     def costs(self, placement: Placement, name: Naming, selective: bool = False) -> Costs:
         if self.num_stages != placement.num_stages:
@@ -142,7 +159,10 @@ class PlanCosts(CostSource):
 
     own: Costs
     own_units: Units
-    heading = 'times of the plan'
+
+    @property
+    def heading(self) -> str:
+        return 'times of the plan'
 
     def costs(self, placement: Placement, name: Naming, selective: bool = False) -> Costs:
         alike = joined(self.own, placement.num_stages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from megatron_zbpp.analysis.gain import gain_of, idle_parts, makespan_of
 from megatron_zbpp.analysis.memory import peak
@@ -13,7 +14,7 @@ from megatron_zbpp.techniques.updates.versions import copies, steady_state, upda
 from megatron_zbpp.techniques.vocabulary.place import WHOLE, has_shards, rival_costs
 
 
-def shape(schedule: Schedule) -> dict:
+def shape(schedule: Schedule) -> dict[str, Any]:
     """Return name and sizes of a schedule, for JSON."""
     placement, graph = schedule.placement, schedule.graph
     return {
@@ -28,14 +29,8 @@ def shape(schedule: Schedule) -> dict:
     }
 
 
-def facts(case: Case, timeline: Timeline, against: str) -> dict:
-    """Return sizes, times and memory of a schedule, for JSON and tables.
-
-    Args:
-        case: the schedule and its costs.
-        timeline: simulated by them.
-        against: the family to which it is compared.
-    """
+def facts(case: Case, timeline: Timeline, against: str) -> dict[str, Any]:
+    """Return sizes, times and memory of a schedule, for JSON and tables; `against`: a family."""
     steady = steady_state(timeline)
     m = case.schedule.num_microbatches if steady is None else steady.num_microbatches
     name = against + WHOLE * has_shards(case.schedule)

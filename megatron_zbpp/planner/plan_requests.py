@@ -86,6 +86,14 @@ class PlanAnswer(Plan):
         return {'slice_counts': [each._asdict() for each in self.counts]}
 
 
+class AnswersInterrupted(FrontierInterrupted):
+    """Ctrl-C while planning under several limits; `answers` has the plans by then."""
+
+    def __init__(self, answers: list[tuple[float, PlanAnswer]]) -> None:
+        super().__init__([(limit, answer, answer.cached) for limit, answer in answers])
+        self.answers = answers
+
+
 @dataclass(frozen=True)
 class PlanRequest:
     """A plan that is asked for."""
@@ -142,7 +150,7 @@ class PlanRequest:
             progress: called with the share that is done.
 
         Raises:
-            FrontierInterrupted: by Ctrl-C; it has the best plans by then.
+            AnswersInterrupted: by Ctrl-C; it has the best plans by then.
             ValueError: as `plan`.
         """
         name = self.case.name
@@ -168,11 +176,13 @@ class PlanRequest:
                 **request._search(candidates),
             )
         except FrontierInterrupted as interruption:
-            raise FrontierInterrupted(request._answers(interruption.found)) from None
-        return [(limit, answer) for limit, answer, _ in request._answers(points)]
+            raise AnswersInterrupted(request._answers(interruption.found)) from None
+        return request._answers(points)
 
-    def _answers(self, points: Sequence[tuple[float, Plan, bool]]) -> list[Any]:
-        return [(limit, self._answer(found, cached), cached) for limit, found, cached in points]
+    def _answers(
+        self, points: Sequence[tuple[float, Plan, bool]]
+    ) -> list[tuple[float, PlanAnswer]]:
+        return [(limit, self._answer(found, cached)) for limit, found, cached in points]
 
     def _search(self, candidates: Sequence[Candidate]) -> dict[str, Any]:
         return {
@@ -199,14 +209,7 @@ class PlanRequest:
         )
 
     def in_slices(self, progress: Progress | None = None) -> PlanRequest:
-        """Return the request with the fewest slices that are hardly longer than any.
-
-        Args:
-            progress: called with the share of this that is done.
-
-        Raises:
-            ValueError: no named schedule fits, in any number of slices.
-        """
+        """Return the request with the fewest slices that are hardly longer than any."""
         cut = self.case.cut
         propose = partial(
             slice_counts,
@@ -297,13 +300,9 @@ class PlanRequest:
         return found.with_times(**{**copies, **found.times})
 
     def allowed_chunks(self) -> list[int]:
-        """Return the chunks per rank that a plan may have.
-
-        Raises:
-            ValueError: the model has fewer layers than ranks.
-        """
+        """Return the chunks per rank that a plan may have."""
         p, costs, name = self.num_ranks, self.case.costs, self.case.name
-        usual = [1, 2, 4] if costs.num_stages is None else [costs.num_stages // p]
+        usual = [1, 2, 4] if costs.stages is None else [costs.stages // p]
         allowed = list(self.num_chunks or usual)
         if costs.most_stages is not None and self.num_chunks is None:
             allowed = [chunks for chunks in allowed if p * chunks <= max(costs.most_stages, p)]

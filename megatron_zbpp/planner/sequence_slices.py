@@ -39,32 +39,20 @@ class SliceRequest:
 
     @property
     def parts(self) -> Attention:
-        """The parts of F.
-
-        Raises:
-            ValueError: F was measured, but the length of sequences is unknown.
-        """
+        """The parts of F."""
         if isinstance(self.attention, Attention):
             return self.attention
         return fit_attention(self.attention, self.length(f'{self.name("attention")} by lengths'))
 
     def length(self, option: str) -> int:
-        """Return the tokens of a sequence, which `option` needs.
-
-        Raises:
-            ValueError: the length is not given.
-        """
+        """Return the tokens of a sequence, which `option` needs."""
         if self.seq_length is None:
             flag = self.name('seq_length')
             raise ValueError(f'{option} needs {flag}: give the tokens of a sequence')
         return self.seq_length
 
     def sizes(self, costs: Costs) -> tuple[int, ...]:
-        """Return the tokens of each slice; none: slices are equal.
-
-        Raises:
-            ValueError: the sizes asked for do not sum to the length.
-        """
+        """Return the tokens of each slice; none: slices are equal."""
         flag = self.name('slices')
         if isinstance(self.slices, ToFind):
             tokens = self.length(f'{flag} {self.slices}')

@@ -87,11 +87,7 @@ class ShardSearch:
     """A search for the best plan with the output layer on all ranks, or whole where that pays."""
 
     def __init__(self, asked: PlanRequest) -> None:
-        """Take the question: sizes, costs and limits, and the share of a shard.
-
-        Raises:
-            ValueError: other options are planned without shards only.
-        """
+        """Take the question: sizes, costs and limits, and the share of a shard."""
         asked.case.require_share()
         for option, value in (('frontier', asked.case.limits), ('actions', asked.actions)):
             if value:
@@ -133,13 +129,11 @@ class ShardSearch:
     def _answer(self, found: Plan, best: Way) -> ShardAnswer:
         cut = replace(self._case.cut, slices=found.schedule.graph.num_slices)
         share = self._share if best.layer == ON_ALL else None
-        plain = {each.name: getattr(found, each.name) for each in fields(Plan)}
+        own: dict[str, Any] = {each.name: getattr(found, each.name) for each in fields(Plan)}
+        own['best_named'] = best.case.schedule.name, best.value
+        own['repeats'] = found.repeats and self._in_time
         return ShardAnswer(
-            **{
-                **plain,
-                'best_named': (best.case.schedule.name, best.value),
-                'repeats': found.repeats and self._in_time,
-            },
+            **own,
             units=self._case.units,
             cut_short=not ((found.repeats and self._in_time) or self._is_small),
             share=self._share,
@@ -149,14 +143,7 @@ class ShardSearch:
         )
 
     def find_ways(self, progress: Progress | None = None) -> None:
-        """Find the best named schedule of each number of slices, with shards and without.
-
-        Args:
-            progress: called with the share of this that is done.
-
-        Raises:
-            ValueError: nothing fits.
-        """
+        """Find the best named schedule of each number of slices, with shards and without."""
         budget = Budget(self._asked.seconds * _WAYS, progress)
         found, why = list[Way](), ''
         kinds = {ON_ALL: replace(self._case, vocab_parallel=self._share)}
@@ -182,9 +169,10 @@ class ShardSearch:
     def _cases(self, case: CaseRequest, needed: bool) -> tuple[list[Case], str]:
         """Return named schedules, the shortest first, and why the last other is impossible."""
         cases, why = list[Case](), ''
-        # where there may be no time for all: the smallest bubble first
-        turn = partial(_bubble, self._asked) if case.on_time is not always else lambda _: 0.0
-        for name, chunks in sorted(hosts_of(self._chunks), key=turn):
+        hosts = hosts_of(self._chunks)
+        if case.on_time is not always:  # there may be no time for all: the smallest bubble first
+            hosts = sorted(hosts, key=partial(_bubble, self._asked))
+        for name, chunks in hosts:
             if (cases or not needed) and not case.on_time():
                 break
             try:
@@ -197,7 +185,7 @@ class ShardSearch:
 
     @property
     def _is_small(self) -> bool:
-        """Whether the clock ends no building of schedules."""
+        """True where the clock ends no building of schedules."""
         asked, slices = self._asked, self._case.cut.number
         if slices == 0:  # all that are tried
             slices = (self._case.cut.seq_length or 1) // asked.least_slice

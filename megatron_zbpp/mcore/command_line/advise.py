@@ -81,12 +81,7 @@ class LinePrediction:
 
     @classmethod
     def of(cls, read: LaunchLine, rates: Mapping[str, Any]) -> LinePrediction:
-        """Predict the iteration of a launch line.
-
-        Args:
-            read: its arguments, as they were given.
-            rates: `tflops`, `bandwidth`, `vocab`, and fields of `Job`; None where not known.
-        """
+        """Predict the iteration of a launch line."""
         line, tflops = AdvisedLine((), None, read.words, read), rates.get('tflops')
         machine = {name: rates[name] for name in rates if name in JOB_SIZES}
         gpus = read.world_size
@@ -136,11 +131,7 @@ class AdvisedLine:
 
     @classmethod
     def of(cls, words: Sequence[str], gpus: int) -> AdvisedLine:
-        """Return the line that these words are.
-
-        Raises:
-            ValueError: flags that make no sense, or that say a model which no advice is known for.
-        """
+        """Return the line that these words are."""
         launcher, script, flags = launch_line.divided(words)
         read = launch_line.read(words, gpus)
         sizes.require_plain(read.args)
@@ -152,16 +143,7 @@ class AdvisedLine:
         return self.line.args
 
     def shape(self, tflops: float, bandwidth: float, vocab: int | None) -> Shape:
-        """Return the model's shape.
-
-        Args:
-            tflops: TFLOP/s that a matrix product reaches.
-            bandwidth: GB/s of a GPU's memory.
-            vocab: entries of the vocabulary, where the line does not say.
-
-        Raises:
-            ValueError: a size is missing; the message names the flag.
-        """
+        """Return the model's shape, with rates in TFLOP/s and GB/s; ValueError names the flag."""
         sizes: dict[str, Any] = {field: self._size(name) for field, name in _FIELDS.items()}
         for field, name in _FIELDS.items():
             if not sizes[field]:
@@ -215,11 +197,7 @@ class AdvisedLine:
         return dense
 
     def sizes(self, gpus: int) -> dict[str, Any]:
-        """Return fields of `Job` that the line says.
-
-        Raises:
-            ValueError: it names no batch.
-        """
+        """Return fields of `Job` that the line says."""
         args = self.args
         if not args.global_batch_size and not args.micro_batch_size:
             raise ValueError('launch line: --global-batch-size is missing: add it')
@@ -235,11 +213,7 @@ class AdvisedLine:
         }
 
     def own(self, job: Job) -> Setup:
-        """Return the setup of the line.
-
-        Raises:
-            ValueError: it cannot run on these GPUs, or is not known before it runs.
-        """
+        """Return the setup of the line."""
         args, chunks = self.args, sizes.num_chunks(self.args) or 1
         name = args.pipeline_schedule
         if name == AUTO or getattr(args, _OWN_FILE):

@@ -36,15 +36,7 @@ class Bench:
 
     @classmethod
     def of(cls, words: Sequence[str], cpu: bool = False) -> Bench:
-        """Return the bench of a launch line.
-
-        Args:
-            words: `torchrun ... pretrain_gpt.py FLAG ...`.
-            cpu: whether to run on the CPU.
-
-        Raises:
-            ValueError: there is no script, or flags that make no sense.
-        """
+        """Return the bench of a launch line."""
         launcher, script, flags = launch_line.divided(words)
         if script is None:
             raise ValueError(
@@ -79,13 +71,7 @@ class Bench:
         return self._line(self._plain(), 1, [*made, '--ckpt-format', 'torch_dist'])
 
     def run(self, schedule: str, iterations: int, start: str) -> list[str]:
-        """Return the line of one run.
-
-        Args:
-            schedule: the name of one, or `OWN`.
-            iterations: that it trains.
-            start: the folder of the checkpoint that it begins with.
-        """
+        """Return the line of one run that begins with the checkpoint in the folder `start`."""
         named = self.own if schedule == OWN else ('--pipeline-schedule', schedule)
         flags = [*self.flags, *named] if named else self._plain()
         own = [] if start == self.load else ['--ckpt-format', 'torch_dist']

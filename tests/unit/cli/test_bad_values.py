@@ -260,14 +260,14 @@ def test_a_package_that_is_not_here_is_named_with_its_cure(monkeypatch, capsys):
     assert capsys.readouterr().err == f"zbpp: No module named 'torch': {cure}\n"
 
 
-READ_WITH_LAYERS = {'schedules', 'pp', 'microbatches', 'layers', 'devices', 'latencies', 'csv'}
-READ_WITH_LAYERS |= {'table', 'memory_limit'}
+READ_WITH_LAYERS = {'schedules', 'num_ranks', 'num_microbatches', 'layers', 'devices'}
+READ_WITH_LAYERS |= {'latencies', 'csv', 'table', 'memory_limit'}
 NOT_WITH_LAYERS = {
     'file': 'plan.json',
     'output': 'rows.html',
-    'times': '1,1,1',  # the default, but given
+    'costs': '1,1,1',  # the default, but given
     'comm': '1',
-    'vpp': '2',
+    'num_chunks': '2',
     'together': '0.8',
     'slices': '2',
     'seq_length': '64',

@@ -220,6 +220,11 @@ def test_candidates_are_planned_on_as_they_are():
         ({'vocab_parallel': 'often'}, "vocab_parallel 'often': give a share"),
         ({'placements': ['v'], 'num_chunks': 1}, 'cannot have .1. chunks per rank'),
         ({'costs': LAYERS, 'vocab_parallel': 0.2}, 'vocab_parallel does not go with'),
+        ({'placements': ['zigzag']}, "placements: 'zigzag' is unknown: choose of loop, v, wave"),
+        ({'actions': ['wait']}, "actions: 'wait' is unknown: choose of offload, recompute"),
+        ({'together': {'BB': 0.5}}, "together: 'BB' is unknown: choose of FB, FF, FW"),
+        ({'vocab_layers': 'all'}, "vocab_layers: 'all' is unknown: choose of output"),
+        ({'vocab_parallel': 0.2, 'memory_limit': [2, 2]}, 'under one memory limit'),
         ({'spent': 1.0}, 'spent: give candidates in place of ranks'),
         ({'memory_limit': 0.1}, 'memory limit 0.1 of rank 0 is below 1, one microbatch'),
     ],
@@ -227,6 +232,15 @@ def test_candidates_are_planned_on_as_they_are():
 def test_what_is_refused_is_named_as_it_was_given(options: dict[str, Any], said: str):
     with pytest.raises(ValueError, match=said):
         megatron_zbpp.plan(2, 3, seconds=0.1, **options)
+
+
+@pytest.mark.parametrize(
+    ('sizes', 'said'),
+    [((0, 3), 'num_ranks is 0'), ((2, 0), 'num_microbatches is 0'), ((2.0, 3), 'num_ranks is 2.0')],
+)
+def test_sizes_are_whole_numbers_from_one_up(sizes: tuple[Any, Any], said: str):
+    with pytest.raises(ValueError, match=said):
+        megatron_zbpp.plan(*sizes, seconds=0.1)
 
 
 def test_options_of_a_question_do_not_go_with_candidates():
