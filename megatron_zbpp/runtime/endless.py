@@ -17,27 +17,21 @@ Result = TypeVar('Result')
 
 
 class EndlessTraining:
-    """The calls of one training, which go on where the one before has left.
+    """The calls of one training, which go on where the one before has left."""
 
-    Args:
-        late: whether steps are taken when their weights are needed, where delays leave the time.
-        warm_up: how many calls run a synchronous schedule first.
-
-    Attributes:
-        versions: of the weights of this rank's stage; made in the first call.
-        late: whether they are: once a call has run.
-        loaded: what versions had kept, of a checkpoint.
-        tau: mean delay of the forwards of this rank, in steps, where it has one stage.
-        at_end: undoes what the training has left at its models.
-        writing: a context in which a step writes weights.
-    """
-
-    def __init__(self, late: bool = False, warm_up: int = 0) -> None:
+    def __init__(
+        self,
+        late: bool = False,  # take steps when their weights are needed, where delays leave the time
+        warm_up: int = 0,  # calls that run a synchronous schedule first
+    ) -> None:
+        # of the weights of this rank's stages; made in the first call
         self.versions: Versions | None = None
-        self.late, self.tau = late, 0.0
-        self.at_end = ExitStack()
+        self.late = late  # once a call has run: whether steps are taken so
+        self.tau = 0.0  # mean delay of this rank's forwards, in steps, where it has one stage
+        self.at_end = ExitStack()  # undoes what the training has left at its models
+        # a context in which a step writes weights
         self.writing: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.loaded: Kept = {}
+        self.loaded: Kept = {}  # what versions had kept, of a checkpoint
         self._unfinished: Callable[[], Any] | None = None
         self._result: Any = None  # of the latest step
         self._running: Executor | None = None

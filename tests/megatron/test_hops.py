@@ -6,6 +6,7 @@ through all chunks in one process, microbatch after microbatch.
 
 from __future__ import annotations
 
+import functools
 from contextlib import contextmanager
 from unittest import mock
 
@@ -49,6 +50,7 @@ def passing(base, wrong):
                 hidden = hidden + mixed / count.to(hidden.dtype)
             super().set_input_tensor([hidden])
 
+        @functools.wraps(base.forward)
         def forward(self, *arguments, **options):
             made = super().forward(*arguments, **options)
             if self.post_process:

@@ -89,7 +89,7 @@ def test_a_session_needs_little_of_the_house():
     modules = loaded('import megatron_zbpp.mcore.session')
     assert not rooms(modules) & SEARCHES and not families(modules)
     assert {name for name in modules if name.startswith('mcore.')} == {
-        *(f'mcore.{name}' for name in ('enabled', 'guests', 'lowered', 'options')),
+        *(f'mcore.{name}' for name in ('enabled', 'faces', 'guests', 'lowered', 'options')),
         *(f'mcore.{name}' for name in ('own_offloading', 'problems', 'program_cache', 'programs')),
         *(f'mcore.{name}' for name in ('session', 'settings')),
     }

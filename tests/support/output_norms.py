@@ -37,7 +37,8 @@ def with_norms(schedule: Schedule) -> Schedule:
                 yield p._replace(kind=N)
 
     orders = tuple(tuple(order(passes)) for passes in schedule.passes)
-    return replace(schedule, graph=output_norms(schedule.graph), passes=orders, together=())
+    graph, phases = output_norms(schedule.graph), ((),) * schedule.num_ranks
+    return replace(schedule, graph=graph, passes=orders, together=frozenset(), phases=phases)
 
 
 def training(log: list[tuple[Pass, float]]) -> None:

@@ -295,16 +295,16 @@ def require(models: Sequence[torch.nn.Module], arguments: Arguments) -> None:
 
 
 def exchanges(context: CallContext) -> dict[str, tuple[Message, ...]]:
-    """Return the messages of S's collectives, by part of a sequence."""
+    """Return the messages of S's collectives, by part of a sequence; edges may be wider."""
     config = get_model_config(context.chunks[-1])
     shared = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    hidden, gradients = [], []
+    width, hidden, gradients = config.hidden_size, [], []
     for message in context.messages:
         assert message.shape is not None, 'sequences of any length are refused'
-        rows, *micro_batch, width = message.shape
+        rows, micro_batch, _ = message.shape
         beside = _BESIDE // message.dtype.itemsize
-        hidden.append(replace(message, shape=(rows, *micro_batch, width + beside)))
-        gradients.append(replace(message, shape=(rows * shared, *micro_batch, width)))
+        hidden.append(replace(message, shape=(rows, micro_batch, width + beside)))
+        gradients.append(replace(message, shape=(rows * shared, micro_batch, width)))
     return {HIDDEN: tuple(hidden), GRADIENT: tuple(gradients)}
 
 

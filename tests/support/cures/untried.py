@@ -57,7 +57,7 @@ ELSEWHERE = {
     '.py::test_gradients_to_the_bit',
     **dict.fromkeys(
         (
-            'mcore/iteration/sliced.py require: collect_non_loss_data',
+            'mcore/techniques/sliced.py require: collect_non_loss_data',
             'mcore/techniques/sliced.py SliceWrapper._first',
             'mcore/techniques/sliced.py SliceWrapper._require_sum',
             'mcore/techniques/sliced_layers.py _cut',
@@ -67,7 +67,7 @@ ELSEWHERE = {
     ),
     **dict.fromkeys(
         (
-            'mcore/iteration/sliced.py _padded',
+            'mcore/techniques/sliced.py _padded',
             'mcore/techniques/sliced_layers.py require: GPTModel',
             'mcore/techniques/sliced_layers.py require: {problem}',
             'mcore/techniques/sliced_layers.py Kept.extended',
