@@ -9,8 +9,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from megatron_zbpp.analysis.checker import ScheduleError, check
-from megatron_zbpp.analysis.critical import critical_path
 from megatron_zbpp.analysis.memory import live, peak
+from megatron_zbpp.analysis.waits import critical_path
 from megatron_zbpp.cli import inputs
 from megatron_zbpp.cli.advising import rates_of
 from megatron_zbpp.cli.comparing import compare_partitions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from megatron_zbpp.analysis.critical import Gap, gaps
+from megatron_zbpp.analysis.waits import Gap, gaps
 from megatron_zbpp.cli import inputs, values
 from megatron_zbpp.cli.printing import headline, print_json, write
 from megatron_zbpp.cli.progress import progress
