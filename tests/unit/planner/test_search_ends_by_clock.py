@@ -16,10 +16,8 @@ from megatron_zbpp.cli import main, planning, searching
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner import (
-    action_search,
+    actions,
     budget,
-    cells,
-    grouped_orders,
     named_schedules,
     pattern,
     plans,
@@ -70,7 +68,7 @@ def test_a_large_question_ends_with_what_the_clock_left_time_for(
 ):
     ticks(1.0)
     built = counted(monkeypatch, named_schedules, 'on_placement')
-    tried = counted(monkeypatch, grouped_orders, 'replay')
+    tried = counted(monkeypatch, pattern, 'replay')
     followed = counted(monkeypatch, search, 'extrapolate')
     shares: list[float] = []
     made = plan(CANDIDATES, M, seconds=20.0, progress=shares.append)
@@ -132,7 +130,7 @@ def test_cells_of_named_schedules_end_with_the_clock(
 ):
     placement = Placement.v(P)
     costs = replace(Costs.uniform(placement), together=0.9)
-    built = counted(monkeypatch, cells, 'on_placement')
+    built = counted(monkeypatch, named_schedules, 'on_placement')
     ticks(60.0)
     plan([(placement, costs)], M, seconds=50.0)
     assert not built
@@ -146,7 +144,7 @@ def test_actions_are_searched_for_within_the_time(
 ):
     placement = Placement.v(P)
     costs = Costs.uniform(placement).with_times(O=(0.5,) * 2 * P, L=(0.5,) * 2 * P)
-    rated = counted(monkeypatch, action_search, 'variants')
+    rated = counted(monkeypatch, actions, 'variants')
     ticks(0.5)
     shares: list[float] = []
     asked = {'actions': ('offload',), 'memory_limit': P / 2, 'progress': shares.append}
@@ -164,8 +162,8 @@ def test_what_fits_is_tried_before_the_clock_ends_it(
     placements = (Placement.loop(P), Placement.v(P), Placement.loop(P, 2))
     copied = {at: (0.5,) * at.num_stages for at in placements}
     asked = [(at, Costs.uniform(at).with_times(O=copied[at], L=copied[at])) for at in placements]
-    rated = counted(monkeypatch, action_search, 'simulate')
-    built = counted(monkeypatch, action_search, 'variants')
+    rated = counted(monkeypatch, actions, 'simulate')
+    built = counted(monkeypatch, actions, 'variants')
     ticks(0.1)
     made = plan_within(asked, M, actions=('offload',), memory_limit=limit, seconds=40.0)
     named = build(best, P, M)
