@@ -23,22 +23,14 @@ class _Key(NamedTuple):
 
 
 class CollectiveSpan(NamedTuple):
-    """A collective with its start and end, on the clock of its timeline.
+    """A collective with its start and end, on the clock of its timeline."""
 
-    Attributes:
-        operation: as in `ir.graph.Collective`.
-        message: its name.
-        microbatch, slice: of the passes that contribute.
-        start: when all have contributed, and the collective whose result they need is over.
-        end: no later than the first pass that takes the result.
-    """
-
-    operation: str
-    message: str
-    microbatch: int
-    slice: int
-    start: float
-    end: float
+    operation: str  # as in `ir.graph.Collective`
+    message: str  # its name
+    microbatch: int  # of the passes that contribute
+    slice: int  # likewise
+    start: float  # when all have contributed, and the collective whose result they need is over
+    end: float  # no later than the first pass that takes the result
 
 
 def collective_spans(timeline: Timeline, costs: Costs | None = None) -> list[CollectiveSpan]:

@@ -144,12 +144,6 @@ class Posting:
         schedule: of the passes.
         spans: start and end of each pass, simulated.
         joined: passes that run as one with the pass behind them.
-
-    Attributes:
-        following: by rank, its next pass; kept by the user.
-
-    Raises:
-        ValueError: `receives` is none of them.
     """
 
     def __init__(
@@ -167,7 +161,7 @@ class Posting:
         self._starts, self._ends = zip(*spans, strict=True)
         self._joined = joined
         self._behind_all = list(itertools.accumulate(map(len, schedule.passes)))  # by rank
-        self.following = [0, *self._behind_all[:-1]]
+        self.following = [0, *self._behind_all[:-1]]  # by rank, its next pass; kept by the user
 
     def behind(self, giver: int, peer: int, handed_on: Sequence[tuple[int, str]]) -> int | None:
         """Return the pass of `peer` behind which to post what `giver` sends; None: at once.
@@ -206,15 +200,7 @@ class Posting:
 
 
 class Postponed:
-    """Messages that are not in the programs yet.
-
-    Args:
-        programs: of all ranks, so far.
-
-    Attributes:
-        sent_by: by sender; those that have been put meanwhile are empty.
-        posted_behind: by the pass behind which each is posted, the same.
-    """
+    """Messages that are not in the programs yet; one that has been put meanwhile is empty."""
 
     def __init__(self, programs: list[list[Instruction]]) -> None:
         self._programs = programs

@@ -80,7 +80,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     run.to_the_end()
     unrun = run.unrun()
     if unrun != [len(order) for order in schedule.passes]:
-        from megatron_zbpp.analysis.deadlock import stuck  # which no run without an error needs
+        from megatron_zbpp.analysis.waits import stuck  # which no run without an error needs
 
         raise stuck(schedule, unrun)
     return Timeline(schedule, tuple(map(tuple, run.spans())))

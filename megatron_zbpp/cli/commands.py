@@ -7,8 +7,8 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from megatron_zbpp.analysis.checker import ScheduleError, check
-from megatron_zbpp.analysis.critical import Gap, critical_path, gaps
 from megatron_zbpp.analysis.memory import live, peak
+from megatron_zbpp.analysis.waits import Gap, critical_path, gaps
 from megatron_zbpp.cli import arguments, values
 from megatron_zbpp.cli.advising import add_rates, rates_of
 from megatron_zbpp.cli.arguments import case_request

@@ -74,11 +74,7 @@ class Rated:
 
 
 class ActionSearch:
-    """The state of a search: the best plan so far, and bounds.
-
-    Attributes:
-        best: the best that keeps the limits; None: none is known.
-    """
+    """The state of a search: the best plan so far, and bounds."""
 
     def __init__(
         self,
@@ -89,7 +85,7 @@ class ActionSearch:
         actions: Sequence[Technique],
         graph: Graphs | None = None,
     ) -> None:
-        self.best: Rated | None = None
+        self.best: Rated | None = None  # of those that keep the limits
         self._actions = actions
         self._objective = objective
         self._exact = actions[0].exact if len(actions) == 1 else ''

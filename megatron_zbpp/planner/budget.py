@@ -19,13 +19,7 @@ OnTime = Callable[[], bool]  # whether there is time for more
 
 
 class Budget:
-    """Steps that may still be taken, of which parts can be lent out.
-
-    Attributes:
-        steps: how many there were.
-        left: how many there are.
-        overran: whether the clock ended it.
-    """
+    """Steps that may still be taken, of which parts can be lent out."""
 
     def __init__(
         self,
@@ -40,8 +34,8 @@ class Budget:
             report: called now and then with the share that is spent, of steps or of time.
             reserve: seconds before the deadline at which the clock ends the search.
         """
-        self.steps = self.left = seconds * _STEPS_PER_SECOND
-        self.overran = False
+        self.steps = self.left = seconds * _STEPS_PER_SECOND  # that there were, and that there are
+        self.overran = False  # whether the clock ended it
         self._parent: Budget | None = None
         self._report = report
         self._reported = time.monotonic()

@@ -96,13 +96,7 @@ _TEMPERATURES = (0.05, 0.1, 0.1, 0.2)  # in units of the shortest pass
 
 
 class Search:
-    """The state of a search on one problem: the best order so far, and bounds.
-
-    Attributes:
-        problem: see there.
-        bound: a lower bound of its value; whoever knows better may raise it.
-        solutions: the best orders known, best first.
-    """
+    """The state of a search on one problem: the best order so far, and bounds."""
 
     def __init__(
         self, problem: Problem, starts: Iterable[Orders], seed: int, on_time: OnTime = always
@@ -116,8 +110,8 @@ class Search:
             on_time: asked before a random order is tried, too.
         """
         self.problem = problem
-        self.bound = lower_bound(problem)
-        self.solutions: list[Solution] = []
+        self.bound = lower_bound(problem)  # of its value; whoever knows better may raise it
+        self.solutions: list[Solution] = []  # the best orders known, best first
         self._rng = Random(seed)
         self._pool: list[tuple[float, Pattern]] = []
         self._few = problem.with_fewer_microbatches

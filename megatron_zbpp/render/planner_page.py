@@ -28,17 +28,11 @@ MOST_PASSES = 12_000_000  # of all orders of a page
 
 
 class Sizes(NamedTuple):
-    """Sizes of which a page has schedules.
-
-    Attributes:
-        ranks: p.
-        microbatches: m.
-        chunks: v of schedules that take any number; others have their own.
-    """
+    """Sizes of which a page has schedules."""
 
     ranks: Sequence[int] = (2, 4, 6, 8, 12, 16)
     microbatches: Sequence[int] = (4, 8, 16, 24, 32, 64)
-    chunks: Sequence[int] = (2, 3, 4)
+    chunks: Sequence[int] = (2, 3, 4)  # of schedules that take any number; others have their own
 
     @property
     def passes(self) -> int:

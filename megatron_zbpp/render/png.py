@@ -1,5 +1,8 @@
 """Pictures through matplotlib (an extra): timelines, loss curves."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# (matplotlib leaves much of its keyword arguments open)
+
 from __future__ import annotations
 
 import textwrap

@@ -70,15 +70,6 @@ class Draft:
     """Passes put so far, and what follows from them.
 
     The caller puts a pass only after what it depends on, and a microbatch after those before it.
-
-    Attributes:
-        graph: of F, B and W.
-        costs: those given, or equal ones.
-        clock: per rank, the end of its last pass.
-        idle: per rank, time lost since its first pass.
-        held: per rank, activations held.
-        pending: per rank, the W passes whose B is put and which are not, oldest first.
-        orders: per rank, the passes.
     """
 
     def __init__(
@@ -96,9 +87,10 @@ class Draft:
         self.graph = graph or chain(placement.num_stages)
         self._slices = self.graph.num_slices
         self._steps = _steps(placement, self.costs, self.graph)
-        self.clock = [0.0] * num_ranks
-        self.idle = [0.0] * num_ranks
-        self.held = [0.0] * num_ranks
+        self.clock = [0.0] * num_ranks  # end of the last pass
+        self.idle = [0.0] * num_ranks  # time lost since the first pass
+        self.held = [0.0] * num_ranks  # activations
+        # W passes whose B is put and which are not, oldest first
         self.pending: list[deque[Pass]] = [deque() for _ in range(num_ranks)]
         self.orders: list[list[Pass]] = [[] for _ in range(num_ranks)]
         self._started = [0.0] * num_ranks

@@ -103,19 +103,16 @@ def _run(times: int, takes: Sequence[Take]) -> Iterator[Pass]:
 
 
 class _Line:
-    """The passes that are still to come on a rank.
-
-    Attributes:
-        coming: for F and for the backwards, by chunk (None: by groups) what is to come.
-        waiting: by chunk (None: of the whole rank) the Ws whose B has been.
-    """
+    """The passes that are still to come on a rank."""
 
     def __init__(
         self, stages: Sequence[int], m: int, groups: Sequence[int], one_queue: bool
     ) -> None:
         self.stages, self.m, self.groups = stages, m, groups
         self.one_queue = one_queue
+        # F, and backwards, that are to come, by chunk (None: by groups)
         self.coming: dict[tuple[str, int | None], Iterator[Pass]] = {}
+        # Ws whose B has been, by chunk (None: of the whole rank)
         self.waiting: dict[int | None, deque[Pass]] = {}
 
     def taker(self, name: str) -> Take:

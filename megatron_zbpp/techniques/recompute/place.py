@@ -284,21 +284,14 @@ _Moment = tuple[float, int, int, Pass]  # start, preference, rank, and what star
 
 @dataclass
 class _Rank:
-    """A rank while the order is made.
+    """A rank while the order is made."""
 
-    Attributes:
-        draft: of all ranks.
-        rank: of them.
-        done: of F and of BW, how many have been put.
-        ends: of the backwards.
-    """
-
-    draft: Draft
+    draft: Draft  # of all ranks
     rank: int
 
     def __post_init__(self) -> None:
-        self.done = {F: 0, R: 0, BW: 0}
-        self.ends: list[float] = []
+        self.done = {F: 0, R: 0, BW: 0}  # passes that have been put
+        self.ends: list[float] = []  # of the backwards
 
     def put(self, chosen: Pass, start: float) -> None:
         """Run a pass from `start` on."""

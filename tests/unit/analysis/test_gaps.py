@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron_zbpp import Costs, build, simulate
-from megatron_zbpp.analysis.critical import gaps
+from megatron_zbpp.analysis.waits import gaps
 from megatron_zbpp.cli import main
 from megatron_zbpp.schedules import names
 

@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 from stays import digits
 
-from megatron_zbpp.analysis.critical import critical_path, gaps
 from megatron_zbpp.analysis.fit_costs import fit, full_rank, measured_costs, middle, with_bytes
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import begun, highest, live, peak, stored
 from megatron_zbpp.analysis.program import EARLY, LATE, LATEST
 from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
 from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.analysis.waits import critical_path, gaps
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import HOST, PARTNER

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zero_bubble import TABLE_5, paper_costs
 
-from megatron_zbpp.analysis.critical import critical_path
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.analysis.waits import critical_path
 from megatron_zbpp.ir import Pass, Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import chain

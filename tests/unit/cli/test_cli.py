@@ -32,7 +32,7 @@ from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.planner import frontier, plans
 from megatron_zbpp.planner.plans import PlanningInterrupted
 from megatron_zbpp.schedules import build, names, own_families
-from megatron_zbpp.schedules.registry import ASYNCHRONOUS
+from megatron_zbpp.schedules.registry import ASYNCHRONOUS, TIERS
 from megatron_zbpp.techniques.slices.sizes import sizes_of
 
 SHAPE = ['--pp', '4', '--microbatches', '8']
@@ -90,7 +90,9 @@ def test_list_names_every_schedule(zbpp) -> None:
     every = own_families(every=True)
     assert [entry['name'] for entry in listed] == [family.name for family in every]
     assert {*names(), 'seq1f1b', 'seq-zb-v'} < {family.name for family in every}
-    assert listed[0].keys() >= {'aliases', 'summary', 'bubble', 'memory', 'source'}
+    assert listed[0].keys() >= {'aliases', 'summary', 'bubble', 'memory', 'source', 'when'}
+    tiers = {entry['name']: entry['tier'] for entry in listed}
+    assert {*tiers.values()} == {*TIERS} and tiers['zb-v'] == 'recommended'
     text = ' '.join(zbpp('list', '--all').split())
     assert all(family.summary in text for family in every)
 
@@ -126,6 +128,7 @@ def test_list_begins_with_what_most_take(zbpp, capsys) -> None:
     named = [line.split()[0] for line in few if not line.startswith((' ', 'gain:', 'and '))]
     assert len(few) <= 45 and len(named) == 8
     assert {*named} <= _chosen()
+    assert named == [family.name for family in every if family.tier == 'recommended']
     assert f'and {len(every) - 8} more: zbpp list --all' in few
     text = ' '.join(zbpp('list', '--all').split())
     assert all(family.summary in text for family in every) and ' more: ' not in text

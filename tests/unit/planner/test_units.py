@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_zbpp.analysis.critical import critical_path, gaps
 from megatron_zbpp.analysis.fit_costs import fit
 from megatron_zbpp.analysis.memory import highest, peak
 from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.analysis.waits import critical_path, gaps
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner.lower_bounds import lower_bound, moving_bound

@@ -9,7 +9,6 @@ import pytest
 from vocabulary import split_1f1b
 
 from megatron_zbpp.analysis.checker import check
-from megatron_zbpp.analysis.critical import critical_path
 from megatron_zbpp.analysis.deadlock import DeadlockError, prove
 from megatron_zbpp.analysis.fit_costs import measured_costs, middle
 from megatron_zbpp.analysis.lowering import lower
@@ -17,6 +16,7 @@ from megatron_zbpp.analysis.memory import live
 from megatron_zbpp.analysis.program import Exchange, Receive, Send
 from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
 from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.analysis.waits import critical_path
 from megatron_zbpp.ir import Pass, Placement, Schedule, chain
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
