@@ -76,9 +76,9 @@ def _without_reduction(steps: Steps, same: Callable, original: Callable) -> Call
 
 def _the_same_views(original: Callable) -> Callable:
     """Give chunks the iterators of the iteration before, in which this one may have begun."""
-    from megatron_zbpp.post_validation.data_iterators import SharedViews
+    from megatron_zbpp.post_validation.data_iterators import SharedIterators
 
-    views = SharedViews()
+    views = SharedIterators()
 
     @functools.wraps(original)
     def make_data_iterator_list(model: list, data_iterator: Iterator | None) -> Any:

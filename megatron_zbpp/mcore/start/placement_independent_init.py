@@ -150,7 +150,7 @@ Collective = Callable[[str], AbstractContextManager[None]]
 _Link = tuple[int, int]  # a stock rank, and how many parts it has drawn
 
 
-class Drawing:
+class StockDrawing:
     """The random states of one model while the ranks of a pipeline build it."""
 
     def __init__(

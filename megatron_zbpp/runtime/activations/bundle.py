@@ -22,7 +22,7 @@ SMALL = 1024  # elements: below, a copy costs more than it frees
 
 
 @dataclass(eq=False, slots=True)
-class Piece:
+class SavedStorage:
     """A storage that autograd has saved tensors of."""
 
     storage: torch.UntypedStorage | None  # on the device; None while it is away
@@ -34,7 +34,7 @@ class Piece:
 class Handle(NamedTuple):
     """A saved tensor as part of a piece."""
 
-    piece: Piece
+    piece: SavedStorage
     dtype: torch.dtype
     offset: int
     size: torch.Size
@@ -92,7 +92,7 @@ class Engine(Protocol):
         """Forget what has left."""
 
 
-class Bundle:
+class SavedActivations:
     """The saved tensors of one (stage, microbatch, slice).
 
     Args:
@@ -113,8 +113,8 @@ class Bundle:
         self._staying = staying
         self._small = small
         self._shared = shared
-        self._pieces: dict[int, Piece] = {}
-        self._going: list[Piece] = []
+        self._pieces: dict[int, SavedStorage] = {}
+        self._going: list[SavedStorage] = []
         self._left: Any = None  # what has left, by the engine
         self._mark: object = None  # of the copy that was begun last
         self._arriving = False
@@ -214,10 +214,10 @@ class Bundle:
         self._pieces.clear()
         self._going = []
 
-    def _piece(self, storage: torch.UntypedStorage) -> Piece:
+    def _piece(self, storage: torch.UntypedStorage) -> SavedStorage:
         piece = self._pieces.get(storage._cdata)
         if piece is None:
-            piece = self._pieces[storage._cdata] = Piece(storage, storage.nbytes())
+            piece = self._pieces[storage._cdata] = SavedStorage(storage, storage.nbytes())
         return piece
 
     def _why_it_stays(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> str | None:
@@ -234,7 +234,7 @@ class Bundle:
         # of a small part of what is large, all would stay
         return 'small tensors' if storage.nbytes() < self._small * tensor.element_size() else None
 
-    def _may_go(self, piece: Piece) -> bool:
+    def _may_go(self, piece: SavedStorage) -> bool:
         assert piece.storage is not None
         if piece.storage.nbytes() != piece.nbytes:  # a layer drops it, and makes it again
             self.bytes.stay('recomputed by layers', piece.storage.nbytes())

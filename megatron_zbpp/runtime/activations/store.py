@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_zbpp.runtime import compat
-from megatron_zbpp.runtime.activations.bundle import HELD, SMALL, Bundle, Bytes
+from megatron_zbpp.runtime.activations.bundle import HELD, SMALL, Bytes, SavedActivations
 from megatron_zbpp.runtime.activations.copies import Copies, Keeping, Partner
 from megatron_zbpp.runtime.activations.host_memory import PinningError
 from megatron_zbpp.runtime.channels import Channels
@@ -47,7 +47,7 @@ class ActivationStore:
         self._shared: Sequence[Set[int]] = ()
         self._latest: dict[int, dict[int, Bytes]] = {}  # by stage and slice
         self._parameters: dict[tuple, torch.Tensor] = {}
-        self._bundles: dict[Key, Bundle] = {}
+        self._bundles: dict[Key, SavedActivations] = {}
         self._said = False
         self._told = False
 
@@ -121,7 +121,9 @@ class ActivationStore:
         if partner is not None:
             assert self._channels is not None, 'programs for partners come with channels to them'
             engine = Partner(self._copies.device, self._channels, partner)
-        bundle = self._bundles[key] = Bundle(engine, self._staying, self._small, self._shared)
+        bundle = self._bundles[key] = SavedActivations(
+            engine, self._staying, self._small, self._shared
+        )
         if received is not None:
             bundle.take(received)
         with saved_tensors_hooks(bundle.pack, bundle.unpack):
