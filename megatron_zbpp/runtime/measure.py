@@ -201,7 +201,7 @@ class Figures:
 
     @classmethod
     def of(cls, extents: Iterable[Sequence[RankTiming]]) -> Figures:
-        """Return those of the same iterations on all ranks."""
+        """Return the figures of iterations, each measured on all ranks."""
         bubbles, lost, live = [], [], 0.0
         for ranks in zip(*extents, strict=True):
             longest = max(extent.window for extent in ranks)
@@ -224,7 +224,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Iteration:
-    """The record of one iteration on one rank, and what it amounts to."""
+    """The record of one iteration on one rank, and its figures."""
 
     schedule: Schedule  # that ran
     pp_group: dist.ProcessGroup  # the pipeline
@@ -291,7 +291,7 @@ class Iteration:
         return RankTiming(between(marks[0][0], marks[-1][1]), work, self.peak())
 
     def figures(self) -> Figures:
-        """Return what a log line tells of the same iteration on all ranks: a small collective."""
+        """Return the figures of this iteration on all ranks: a small collective."""
         (extents,) = self.from_all(([self.extent()],))
         return Figures.of(extents)
 

@@ -27,7 +27,7 @@ class Awaited(Protocol):
     """A message that is on its way."""
 
     def wait(self) -> Tensors:
-        """Return it, arrived."""
+        """Return the tensor, arrived."""
         ...
 
 
@@ -58,7 +58,7 @@ def messages(
     message: Message | Sequence[Message],
     others: Mapping[str, Message | tuple[Message, ...]],
 ) -> Messages:
-    """Return those of fixed shapes, or of any where `message` has none.
+    """Return messages of fixed shapes, or of any shape where `message` has none.
 
     Args:
         channels: to the neighbours.

@@ -33,7 +33,7 @@ _VIEWS = 'megatron.bridge.data.iterator_utils', 'make_data_iterator_list'
 
 
 def patches(steps: Steps) -> Iterator[Patch]:
-    """Yield what steps; where steps do not wait for all ranks, what would wait around them.
+    """Yield the optimizers' `step`, and the waits around it where steps do not wait for all ranks.
 
     NVIDIA's training loops make ranks agree on results that they have in common, and take the time
     of an iteration behind a barrier.

@@ -171,7 +171,7 @@ class StockDrawing:
         self._hand_over((rank, 0), self._own)
 
     def switch(self, place: tuple[int, int]) -> None:
-        """Draw a part from now on; what is none of stock's is drawn from this rank's own states."""
+        """Draw a part from now on; parts that stock lacks draw from this rank's own states."""
         part = Part(*place)
         if part == self._part:
             return

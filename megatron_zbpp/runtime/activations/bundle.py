@@ -43,7 +43,7 @@ class Handle(NamedTuple):
 
 @dataclass
 class Bytes:
-    """Bytes of a microbatch in a stage: those that went, and those that stayed, by the reason."""
+    """Bytes of a microbatch in a stage: moved away, and kept on the device by the reason."""
 
     moved: int = 0
     stayed: dict[str, int] = field(default_factory=dict[str, int])
@@ -59,7 +59,7 @@ class Bytes:
 
     @classmethod
     def of_slices(cls, found: Iterable[Bytes]) -> Bytes:
-        """Return those of all slices of a microbatch; what stays they share."""
+        """Return the bytes of all slices of a microbatch; slices share the bytes that stay."""
         whole = cls()
         for own in found:
             whole.moved += own.moved
@@ -74,7 +74,7 @@ class Engine(Protocol):
     device: torch.device
 
     def out(self, storages: Sequence[torch.UntypedStorage]) -> tuple[Any, Any]:
-        """Begin; return what has left, and what tells when it has."""
+        """Begin to move storages away; return the copy, and a mark of its end."""
         ...
 
     def back(self, left: Any, storages: Sequence[torch.UntypedStorage], /) -> Any:
@@ -82,14 +82,14 @@ class Engine(Protocol):
         ...
 
     def wait(self, mark: Any) -> None:
-        """Let what computes from now on wait."""
+        """Let later passes wait for `mark`."""
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """Return memory for what comes back."""
         ...
 
     def free(self, left: Any, /) -> None:
-        """Forget what has left."""
+        """Forget a copy."""
 
 
 class SavedActivations:
@@ -122,7 +122,7 @@ class SavedActivations:
         self.away = False  # whether it is not on the device
 
     def pack(self, tensor: torch.Tensor) -> Handle | torch.Tensor:
-        """Return what autograd keeps in place of `tensor`."""
+        """Return the handle that autograd keeps in place of `tensor`."""
         storage = tensor.untyped_storage()
         why = self._why_it_stays(tensor, storage)
         if why:
@@ -168,7 +168,7 @@ class SavedActivations:
         self.bytes.moved = sum(piece.nbytes for piece in self._going)
 
     def leave(self) -> None:
-        """Free what has been copied: what computes from now on waits until it has."""
+        """Free the storages that are copied away: later passes wait until the copy has ended."""
         if not self._going:
             return
         self._copies.wait(self._mark)
@@ -195,7 +195,7 @@ class SavedActivations:
         self._left, self._arriving, self.away = None, True, False
 
     def arrived(self) -> None:
-        """Let what computes from now on wait until all of it is back."""
+        """Let later passes wait until all storages are back."""
         if self._arriving:
             self._copies.wait(self._mark)
             self._arriving = False

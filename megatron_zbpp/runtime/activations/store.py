@@ -53,12 +53,12 @@ class ActivationStore:
 
     @property
     def away(self) -> frozenset[Key]:
-        """The keys of what is not on the device."""
+        """The keys of bundles that are not on the device."""
         return frozenset(key for key, bundle in self._bundles.items() if bundle.away)
 
     @property
     def bytes(self) -> dict[int, Bytes]:
-        """Those of each stage, of the latest pass that left; of slices, of all of them."""
+        """Bytes that each stage moved in its latest pass that left, summed over slices."""
         return {stage: Bytes.of_slices(own.values()) for stage, own in self._latest.items()}
 
     def copy_times(self) -> dict[int, float]:
@@ -150,7 +150,7 @@ class ActivationStore:
         self._bundles[key].begin_back()
 
     def arrived(self, key: Key) -> None:
-        """Let what computes from now on wait until it is back."""
+        """Let later passes wait until the bundle is back."""
         if key in self._bundles:
             self._bundles[key].arrived()
 
