@@ -231,7 +231,7 @@ class AutoPlan(Guest):
         self.layers = describe()
 
     def after(self, iteration: Iteration, run: Run) -> Change | None:
-        """Return the schedule to run now, in ranks of `iteration`; None: no change. A collective."""
+        """Return the schedule to run now, in ranks of `iteration`; None: the same. A collective."""
         schedule = self._next(iteration)
         return None if schedule is None else Change(self.costs, schedule)
 

@@ -227,7 +227,7 @@ class DelayedModule:
         return function(*tensors), tensors
 
     def early(self) -> Gradients | None:
-        """Take the gradients of biases that a backward has left in the aliases; None: no gradient."""
+        """Take the gradients of biases that a backward has left in the aliases; None: none."""
         aliases = self._aliases
         early = {place: g for place in self._biases if (g := aliases[place].grad) is not None}
         if early or self._soiled:

@@ -294,7 +294,7 @@ class AnnealedRates:
         self._scheduler: weakref.ref[OptimizerParamScheduler] | None = None
 
     def patches(self) -> Iterator[Patch]:
-        """Yield the patch that shows Megatron's scheduler of rates, where rates anneal."""
+        """Yield the patch that shows Megatron's scheduler, where rates anneal."""
         if self._session.programs.corrects_weights:
             path = f'{OptimizerParamScheduler.__module__}:{OptimizerParamScheduler.__name__}'
             yield Patch(path, 'step', self._seeing)
