@@ -1,4 +1,4 @@
-"""Patches by which a model's parts are drawn as stock Megatron draws them: see `same_start`."""
+"""Patches by which a model's parts are drawn as stock Megatron's ranks would draw them."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Bytes:
 
 
 class Engine(Protocol):
-    """Moves storages away and back: `copies.Copies`, `partner.Partner`."""
+    """Moves storages away and back: `copies.Copies`, `copies.Partner`."""
 
     device: torch.device
 

@@ -163,7 +163,7 @@ def bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tenso
 
 
 class Partner:
-    """The partner that the bundles of this rank go to; begins copies as `copies.Copies` does."""
+    """The partner that the bundles of this rank go to; begins copies as `Copies` does."""
 
     def __init__(self, device: torch.device, channels: Channels, peer: int) -> None:
         self.device = device
