@@ -21,7 +21,7 @@ from benchmarks.partition.cases import (
 from benchmarks.partition.place import Place
 from benchmarks.partition.run import Sample
 from megatron_zbpp.analysis.fit_costs import middle
-from megatron_zbpp.guests.auto_plan import look
+from megatron_zbpp.guests.auto_plan import fit_layers_to_run
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.fitting import fit_layers
@@ -126,7 +126,9 @@ def _fitted(
     gpt: measured.Gpt, name: str, layout: str, costs: Costs, links: Devices
 ) -> tuple[Known, float]:
     """Return layers and ranks that fit the stages of a schedule, and by how much one is off."""
-    looked = look(layout, build(name, gpt.num_ranks, gpt.num_microbatches), costs, 'makespan')
+    looked = fit_layers_to_run(
+        layout, build(name, gpt.num_ranks, gpt.num_microbatches), costs, 'makespan'
+    )
     size = float(_BYTES * gpt.hidden * gpt.sequence)
     layers = Layers(tuple(replace(layer, output=size) for layer in looked.layers))
     told = f'; {looked.unequal}' if looked.unequal else ''
