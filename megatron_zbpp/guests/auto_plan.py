@@ -67,7 +67,7 @@ class MeasuredRun:
 def fit_layers_to_run(
     layout: str, schedule: Schedule, costs: Costs, objective: str, layers_alike: bool = True
 ) -> MeasuredRun:
-    """Return what is known of the layers and ranks from the times of the stages.
+    """Fit costs of layers and slowdowns of ranks to the measured times of the stages.
 
     Args:
         layout: of the layers, in model order.
@@ -118,7 +118,7 @@ class Repartition:
         return None if search is None else cls(search, measured_run, objective, say)
 
     def finished(self) -> bool:
-        """Return whether there is nothing more to wait for; tell the user what was found, once."""
+        """Return whether the search has ended; tell the user its result, once."""
         if not self.search.ended():
             return False
         text = self.search.answer()
@@ -129,7 +129,7 @@ class Repartition:
         return True
 
     def end(self) -> None:
-        """Give it up."""
+        """Give the search up."""
         self.search.end()
 
     def _report(self, text: str) -> None:
@@ -230,7 +230,7 @@ class AutoPlan(Guest):
         self.layers = describe()
 
     def after(self, iteration: Iteration, run: Run) -> Change | None:
-        """Return what to run now, in the ranks of `iteration`; None: the same. A collective."""
+        """Return the schedule to run now, in ranks of `iteration`; None: the same. A collective."""
         schedule = self._next(iteration)
         return None if schedule is None else Change(self.costs, schedule)
 

@@ -111,7 +111,7 @@ class BackgroundSearch:
             return None
 
     def ended(self) -> bool:
-        """Return whether its process has ended; kill one that is late, and tell the user."""
+        """Return whether the process has ended; kill a late process, and tell the user."""
         if self._process.poll() is not None:
             return True
         if time.monotonic() < self._deadline:
@@ -121,7 +121,7 @@ class BackgroundSearch:
         return True
 
     def answer(self) -> str | None:
-        """Return what it wrote, once it has ended; None: it failed, or was killed."""
+        """Return the text of the process, once it has ended; None: it failed, or was killed."""
         with self._answer as file:
             return None if self._process.returncode else file.read()
 

@@ -54,7 +54,7 @@ class Run(Protocol):
         ...
 
     def without_copies(self, schedule: Schedule) -> Schedule:
-        """Return what `schedule`, which runs, is without the copies that were asked for."""
+        """Return `schedule`, which runs, without its copies to the host."""
         ...
 
 
@@ -69,7 +69,7 @@ class Guest:
         """Return why it cannot watch a training by `schedule`, and the cure; None: it can."""
 
     def fingerprint(self) -> Mapping[str, object]:
-        """Return what all ranks of the pipeline must have alike, by name."""
+        """Return the values, by name, that must be equal on all ranks of the pipeline."""
         return {}
 
     def join(self, run: Run) -> None:
@@ -89,7 +89,7 @@ class Guest:
         """
 
     def within(self, named: Around, call: Any, pp_group: Any) -> Around:
-        """Return what passes of a call run within: `named`, and what the guest has around it."""
+        """Return the context of the passes of a call: `named`, with that of the guest around it."""
         return named
 
     def after(self, iteration: Iteration, run: Run) -> Change | None:

@@ -108,7 +108,7 @@ class FreezeRun(Guest):
         )
 
     def __call__(self, key: Key, count: int) -> Collection[int]:
-        """Return which of so many weight gradients of a key are left out."""
+        """Return the places of the weight gradients that are left out, of `count` of a key."""
         stage, microbatch, _ = key
         found = self.plan.left_out(self.step, stage, microbatch, count)
         self.seen += count

@@ -34,7 +34,7 @@ class Measured:
 
 
 def measured(iteration: Iteration) -> list[Measured]:
-    """Return what every rank of the job knows of an iteration that has ended: a collective."""
+    """Return the measurements of an ended iteration by all ranks of the job: a collective."""
     timeline = iteration.gather().timeline
     own = Measured(
         measured_costs(timeline),
@@ -48,7 +48,7 @@ def measured(iteration: Iteration) -> list[Measured]:
 
 
 def from_all(own: _T) -> list[_T]:
-    """Return what all ranks of the job have: a collective."""
+    """Return the values of all ranks of the job: a collective."""
     found = [own] * dist.get_world_size()
     dist.all_gather_object(found, own)
     return found

@@ -34,7 +34,7 @@ from megatron_zbpp.techniques.offload.place import FREE, offloaded
 
 @dataclass
 class OffloadTuner(Guest):
-    """Follows the iterations of one rank, and says once what was measured."""
+    """Follows the iterations of one rank, and reports the measured copy ratio once."""
 
     profile_iters: int = 5
     say: Callable[[str], None] = rank_log.info
@@ -48,7 +48,7 @@ class OffloadTuner(Guest):
         return not self.settled
 
     def after(self, iteration: Iteration, run: Run) -> Change | None:
-        """Return what to plan copies by from now on; None: nothing changes. A collective."""
+        """Return the costs by which copies are planned now; None: no change. A collective."""
         if self.settled:
             return None
         self._seen += 1

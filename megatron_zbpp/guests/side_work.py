@@ -79,7 +79,7 @@ class MemoryBudget:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count what is allocated within."""
+        """Count the bytes that are allocated within."""
         if not on_cuda():
             yield
             return

@@ -59,7 +59,7 @@ class Spans(Guest):
         self._messages: tuple[Messages, Messages] = {}, {}
 
     def before(self, step: int | None) -> None:
-        """Leave the context of the iteration for those that receive from this rank."""
+        """Leave the context of the iteration for ranks that receive from this rank."""
         store, rank = compat.default_store(), dist.get_rank()
         self._run = self._run or store.add(f'megatron_zbpp/spans/{rank}', 1)
         self._iteration += 1

@@ -53,7 +53,7 @@ def of_one_chunk(build: Callable) -> Callable:
 
 
 def name_of(build: Callable) -> str:
-    """Return what a provider is called, through partial functions."""
+    """Return the name of a provider, through partial functions."""
     while isinstance(build, functools.partial):
         build = build.func
     return getattr(build, '__qualname__', type(build).__name__)

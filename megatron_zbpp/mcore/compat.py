@@ -154,7 +154,7 @@ def hybrid_model() -> str | None:
 
 
 def backward_arguments(model: torch.nn.Module, config: Any) -> tuple[Any, ...]:
-    """Return what `backward_step` takes behind the tensors."""
+    """Return the arguments of `backward_step` behind the tensors."""
     if takes(schedules.backward_step, 'model_type'):  # until 0.16
         return schedules.get_model_type(model), config
     return (config,)
@@ -171,12 +171,12 @@ def combined_step(config: Any) -> Callable:
 
 
 def offloading() -> Any:
-    """Return what Megatron's functions tell of iterations, of its own offloading of activations."""
+    """Return the interface by which Megatron's schedules drive its own activation offloading."""
     return schedules.off_interface
 
 
 def forgets_modules_that_stay() -> bool:
-    """Return whether Megatron's own offloading keeps no note of a module that is not to go.
+    """Return whether Megatron's own offloading keeps no record of modules that are not offloaded.
 
     Those that know modules by name when they go: 0.19 at the latest, not 0.16.
     """
@@ -190,7 +190,7 @@ def default_groups() -> ProcessGroupCollection:
 
 
 def get_batch_module() -> str:
-    """Return where `GET_BATCH` is defined: since 0.18 in the core."""
+    """Return the module that defines `GET_BATCH`: since 0.18 in the core."""
     return utils.__name__ if hasattr(utils, GET_BATCH) else 'megatron.training.utils'
 
 
@@ -200,7 +200,7 @@ def nvtx_enabled() -> bool:
 
 
 def logged_losses() -> dict[str, Any]:
-    """Return what routers of experts add their losses to, by name."""
+    """Return the auxiliary losses that routers of experts log, by name."""
     metrics: Callable | None = getattr(moe_utils, 'get_moe_metrics_tracker', None)  # from 0.18
     if metrics is not None:
         return metrics()._metrics
@@ -213,7 +213,7 @@ def logged_values(entry: Any) -> torch.Tensor:
 
 
 def logged_mtp_losses() -> dict[str, Any]:
-    """Return what multi-token prediction adds its losses to: tensors by name, and groups."""
+    """Return the losses that multi-token prediction logs: tensors by name, and groups."""
     return MTPLossLoggingHelper.tracker
 
 
@@ -235,7 +235,7 @@ def model_copies(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, t
 
 
 def gradient(optimizer: MegatronOptimizer, parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return what `optimizer` is to step the parameter with.
+    """Return the gradient by which `optimizer` steps the parameter.
 
     One that keeps the weights itself may have gradients of another type than the parameter's.
     """
@@ -250,7 +250,7 @@ def shares_out_layers(optimizer: MegatronOptimizer) -> bool:
 
 
 def gathers_buffers(optimizer: MegatronOptimizer) -> bool:
-    """Return whether DDP gathers what its ranks step, in the buffers of its model chunks.
+    """Return whether DDP gathers the stepped shards in the buffers of its model chunks.
 
     So it is with the distributed optimizer, and with layers that ranks share out where they lie in
     buffers cut for that: possible from 0.18 on, done by NVIDIA's script from 0.20 on.

@@ -52,7 +52,7 @@ class DropoutSeeds(Guest):
         self._collective: Callable[[str], AbstractContextManager[None]]
 
     def fingerprint(self) -> Mapping[str, object]:
-        """Return that seeds are asked for, and the step that the training was resumed at."""
+        """Return the setting, and the step that the training was resumed at."""
         return {'dropout seeds': True, 'step resumed at': self._first}
 
     def join(self, run: Run) -> None:

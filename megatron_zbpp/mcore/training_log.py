@@ -74,7 +74,7 @@ class Summary:
 
 
 def summarise(session: Session) -> Summary | None:
-    """Return what has been trained so far: a collective of the pipeline.
+    """Return the summary of the training so far: a collective of the pipeline.
 
     None where no iteration of training has ended.
     """

@@ -68,14 +68,14 @@ class ReplayIterator:
 _KEPT = 4  # sources at once: of training, validation, test
 
 
-class View:
+class ChunkIterator:
     """Gives a chunk what `shared` draws, from where the chunk is."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: SharedSource) -> None:
         self._shared = shared
         self.at: int | None = 0  # how many items it has given; None: its chunk reads no data
 
-    def __iter__(self) -> View:
+    def __iter__(self) -> ChunkIterator:
         return self
 
     def __next__(self) -> Any:
@@ -89,12 +89,12 @@ class View:
         return item
 
 
-class Shared:
+class SharedSource:
     """Draws from `source` once for all of its views."""
 
     def __init__(self, source: Iterator[Any], num_views: int) -> None:
         self.source = source
-        self.views = [View(self) for _ in range(num_views)]
+        self.views = [ChunkIterator(self) for _ in range(num_views)]
         self._drawn: deque[Any] = deque()
         self._first = 0  # the number of the oldest item that is kept
 
@@ -104,7 +104,7 @@ class Shared:
             self._drawn.append(next(self.source))
         return self._drawn[number - self._first]
 
-    def begin(self) -> list[View]:
+    def begin(self) -> list[ChunkIterator]:
         """Return the views for one more iteration; what all have read is forgotten."""
         if any(view.at for view in self.views):
             for view in self.views:
@@ -116,19 +116,19 @@ class Shared:
         return list(self.views)
 
 
-class SharedViews:
+class SharedIterators:
     """The views of the iterators of a training, each made once."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[int, Shared] = OrderedDict()
+        self._known: OrderedDict[int, SharedSource] = OrderedDict()
 
-    def of(self, source: Iterator[Any] | None, num_views: int) -> list[View | None]:
+    def of(self, source: Iterator[Any] | None, num_views: int) -> list[ChunkIterator | None]:
         """Return iterators of `source`, the same as before; None each where a rank has no data."""
         if source is None:
             return [None] * num_views
         shared = self._known.get(id(source))
         if shared is None:
-            shared = self._known[id(source)] = Shared(source, num_views)
+            shared = self._known[id(source)] = SharedSource(source, num_views)
         self._known.move_to_end(id(source))
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)

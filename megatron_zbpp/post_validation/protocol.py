@@ -93,7 +93,7 @@ class Prefix:
     ahead: int = 0  # how many of them have gone ahead
 
     def then(self, squared_norm: float, clip_grad: float) -> Prefix:
-        """Return it with one rank more, which goes ahead exactly if the state allows it."""
+        """Return the prefix with one more rank, which goes ahead exactly if the state allows it."""
         total = self.squared_norm + squared_norm
         return Prefix(total, self.ahead + is_clean(math.sqrt(total), clip_grad))
 
@@ -181,7 +181,7 @@ class NextIteration(Protocol):
     """The first forwards of the next iteration."""
 
     def possible(self) -> bool:
-        """Return whether this rank can run them: has their data, and nothing forbids it."""
+        """Return whether this rank can run the forwards: has their data, and nothing forbids it."""
         ...
 
     def run(self, ranks: int) -> None:
@@ -231,7 +231,7 @@ class PostValidation:
         reduction: PartialReduction,
         next_iteration: NextIteration,
     ) -> Any:
-        """Take one step; return what the optimizer's own returns."""
+        """Take one step; return the result of the optimizer's own step."""
         self._tell()
         self.agreed = self.policy.engaged
         if self.policy.engaged:

@@ -148,7 +148,7 @@ class SpeculativeStep:
         self._kept.clear()
 
     def complete(self, step: Callable[[], Any]) -> Any:
-        """Take the step, which was right, by `step` for those that have not taken it."""
+        """Take the step, which was right, by `step` for parameters that have not taken it."""
         taken = {id(before.stepped.parameter) for before in self._before}
         if not taken:
             return step()

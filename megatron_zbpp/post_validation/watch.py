@@ -38,15 +38,15 @@ class Watched:
         self._modules = [each for module in modules for each in module.modules()]
 
     def marks(self) -> list[tuple]:
-        """Return what tells of most changes, by tensor; never waits for the device."""
+        """Return version, address and mode of each tensor: they tell of most changes."""
         return [(t._version, t.data_ptr(), t.requires_grad) for t in self.tensors]
 
     def flat_marks(self) -> list[tuple[str, int]]:
-        """Return the same of the memory that parameters are views of."""
+        """Return versions of the memory that parameters are views of, by name."""
         return [(name, tensor._version) for name, tensor in self._flat]
 
     def modes(self) -> list[tuple]:
-        """Return how each module forwards."""
+        """Return mode and number of hooks of each module."""
         return [
             (m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in self._modules
         ]
@@ -97,7 +97,7 @@ class Watch:
         return [name for name, differs in names if differs]
 
     def hide(self) -> None:
-        """Let graphs that have saved tensors run back, though those have been written to since."""
+        """Let graphs run back whose saved tensors have been written to since."""
         self._unseen.close()
 
 
@@ -129,7 +129,7 @@ def _factors(count: int, device: torch.device) -> torch.Tensor:
 
 
 def any_bits(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether one of them is not all zeros; waits for the device."""
+    """Return whether a tensor has a value other than zero; waits for the device."""
     # in half the time that `any` takes
     return any(bool(_words(tensor).count_nonzero()) for tensor in tensors)
 

@@ -14,7 +14,7 @@ from megatron_zbpp.runtime.channels import Channels, Incoming, Message
 
 
 def one_microbatch(program: Program) -> Program:
-    """Return what a rank runs for the first microbatch of each of its stages, in the same order.
+    """Return the program of the first microbatch of each stage of a rank, in the same order.
 
     Activations stay where they are, and passes that the program joins run one after the other.
     Collectives of the pipeline stay: every rank comes to them without a message of another.
@@ -55,7 +55,7 @@ def _passes(i: Instruction) -> Sequence[Pass]:
 
 
 class NoPeers(Channels):
-    """Channels to nobody: what is sent is dropped, what is received is noise.
+    """Channels to no rank: sent tensors are dropped, received tensors are noise.
 
     Noise and not zeros, by which all tokens would go to the same experts; the same on all ranks, as
     those of a tensor-parallel group take one tensor for theirs. Whole numbers are 1: an index or a

@@ -245,7 +245,7 @@ class Channels:
         return [group._end_coalescing(self._device)] if together else works
 
     def let_go(self) -> None:
-        """Hold no longer what has left by now; never waits. Of gloo only `finish` can tell."""
+        """Release tensors that have left by now; never waits. Of gloo only `finish` can tell."""
         if self._on_host:
             return
         for unfinished in self._unfinished.values():

@@ -48,7 +48,7 @@ def holders(storage: torch.UntypedStorage) -> int:
 
 
 def place_of(tensor: torch.Tensor) -> tuple:
-    """Return what only tensors of the same memory and shape have alike."""
+    """Return a key that is equal only for tensors of the same memory and shape."""
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.storage_offset(), tensor.size(), tensor.stride()
 
@@ -81,7 +81,7 @@ def saved_parameters(parameters: Mapping[tuple, torch.Tensor]) -> Iterator[None]
 
 
 def default_store() -> Store:
-    """Return where the ranks of the world met."""
+    """Return the store in which the ranks of the world met."""
     return distributed_c10d._get_default_store()
 
 
@@ -93,7 +93,7 @@ def tcp_store(store: Store) -> TCPStore | None:
 
 
 def another_client(store: Any) -> Store:
-    """Return one that can be used at the same time as `store`, where this torch has such."""
+    """Return a client that can be used at the same time as `store`, where this torch has clones."""
     return store.clone() if hasattr(store, 'clone') else store
 
 
@@ -103,5 +103,5 @@ def group_options(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def group_timeout(options: Any) -> timedelta | None:
-    """Return that of a group with these options; None: it keeps none."""
+    """Return the timeout of a group with these options; None: it keeps none."""
     return getattr(options, '_timeout', None)

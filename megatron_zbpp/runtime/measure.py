@@ -170,7 +170,7 @@ _FIELDS = {
 }
 
 
-class Extent(NamedTuple):
+class RankTiming(NamedTuple):
     """One iteration of one rank in three numbers, which need no common clock."""
 
     window: float  # seconds from its first start to its last end
@@ -200,8 +200,8 @@ class Figures:
     taken_back: int = 0
 
     @classmethod
-    def of(cls, extents: Iterable[Sequence[Extent]]) -> Figures:
-        """Return those of the same iterations on all ranks."""
+    def of(cls, extents: Iterable[Sequence[RankTiming]]) -> Figures:
+        """Return the figures of iterations, each measured on all ranks."""
         bubbles, lost, live = [], [], 0.0
         for ranks in zip(*extents, strict=True):
             longest = max(extent.window for extent in ranks)
@@ -224,7 +224,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Iteration:
-    """The record of one iteration on one rank, and what it amounts to."""
+    """The record of one iteration on one rank, and its figures."""
 
     schedule: Schedule  # that ran
     pp_group: dist.ProcessGroup  # the pipeline
@@ -282,16 +282,16 @@ class Iteration:
         spans, peaks, leads = self.from_all((self.spans(), self.peak(), lead))
         return Measurement(on_one_clock(Timeline(self.schedule, spans), leads), peaks)
 
-    def extent(self) -> Extent:
+    def extent(self) -> RankTiming:
         """Return this rank's part in three numbers; may wait for its end on the device."""
         marks, between = self.record.marks, self.clock.between
         if not marks:
-            return Extent(0.0, 0.0, self.peak())
+            return RankTiming(0.0, 0.0, self.peak())
         work = fsum(between(start, end) for start, end in marks)
-        return Extent(between(marks[0][0], marks[-1][1]), work, self.peak())
+        return RankTiming(between(marks[0][0], marks[-1][1]), work, self.peak())
 
     def figures(self) -> Figures:
-        """Return what a log line tells of the same iteration on all ranks: a small collective."""
+        """Return the figures of this iteration on all ranks: a small collective."""
         (extents,) = self.from_all(([self.extent()],))
         return Figures.of(extents)
 
@@ -312,7 +312,7 @@ class Interval:
     latest: Iteration | None = None  # the latest iteration; None: there was none
     iterations: int = 0  # how many all means so far are of
     idle: float = 0.0  # the sum of their shares of idle time
-    _extents: deque[Extent] = field(default_factory=lambda: deque(maxlen=_MOST))
+    _extents: deque[RankTiming] = field(default_factory=lambda: deque(maxlen=_MOST))
     _due: bool = False
     _early: tuple[int, int] = (0, 0)
 

@@ -27,7 +27,7 @@ class Awaited(Protocol):
     """A message that is on its way."""
 
     def wait(self) -> Tensors:
-        """Return it, arrived."""
+        """Return the tensor, arrived."""
         ...
 
 
@@ -58,7 +58,7 @@ def messages(
     message: Message | Sequence[Message],
     others: Mapping[str, Message | tuple[Message, ...]],
 ) -> Messages:
-    """Return those of fixed shapes, or of any where `message` has none.
+    """Return messages of fixed shapes, or of any shape where `message` has none.
 
     Args:
         channels: to the neighbours.
@@ -72,16 +72,16 @@ def messages(
             )
         return BySlice(channels, message)
     if message.shape is not None:
-        return ByName(channels, message, others) if others else Alike(channels, message)
+        return ByName(channels, message, others) if others else FixedShape(channels, message)
     if others:
         raise NotImplementedError(
             f'messages {", ".join(sorted(others))} beside some whose shapes vary: give the '
             'pipeline one shape'
         )
-    return Varying(channels, message)
+    return VariableShape(channels, message)
 
 
-class Alike:
+class FixedShape:
     """Messages of one shape: all is known of them before they are sent."""
 
     def __init__(self, channels: Channels, message: Message) -> None:
@@ -106,7 +106,7 @@ class Alike:
         return self._message
 
 
-class BySlice(Alike):
+class BySlice(FixedShape):
     """Messages of slices of a sequence, each of which has one shape."""
 
     def __init__(self, channels: Channels, of_slices: Sequence[Message]) -> None:
@@ -117,7 +117,7 @@ class BySlice(Alike):
         return self._of_slices[instruction.producer.slice]
 
 
-class ByName(Alike):
+class ByName(FixedShape):
     """Messages of fixed shapes, which some names have of their own."""
 
     def __init__(
@@ -207,7 +207,7 @@ def _all_fit(output: object, messages: tuple[Message, ...]) -> TypeGuard[tuple[t
     return all(map(_fits, output, messages))
 
 
-class Varying:
+class VariableShape:
     """Messages of any shape.
 
     A receive is posted right before the next pass, when its shape has come. Where a pass waits for

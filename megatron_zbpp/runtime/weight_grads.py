@@ -119,7 +119,7 @@ class WeightGradStore:
         start: Callable[[], None] | None = None,
         fused: Collection[int] = (),
     ) -> None:
-        """Keep what a layer's backward defers, which calls this; arguments as of `Deferred`.
+        """Keep the weight gradients that a layer's backward defers; arguments as of `Deferred`.
 
         Raises:
             NotImplementedError: that backward runs inside a forward: no W would follow.
@@ -196,7 +196,7 @@ class _Visits:
 
 
 def _shape(records: Sequence[Deferred]) -> list[tuple[int, ...]]:
-    """Return which parameters each is of; nodes keep them alive, and so their identities."""
+    """Return the parameters of each record; nodes keep them alive, and so their identities."""
     return [tuple(map(id, deferred.parameters)) for deferred in records]
 
 

@@ -20,7 +20,7 @@ from megatron_zbpp.analysis.memory import live
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.runtime.activations import host_memory
-from megatron_zbpp.runtime.activations.bundle import Bundle, Bytes
+from megatron_zbpp.runtime.activations.bundle import Bytes, SavedActivations
 from megatron_zbpp.runtime.activations.copies import Copies
 from megatron_zbpp.runtime.activations.host_memory import Slabs
 from megatron_zbpp.runtime.activations.store import ActivationStore
@@ -146,7 +146,7 @@ def gradients_of(bundle=None, moves=True):
 
 
 def test_bytes_are_told_by_the_reason():
-    bundle = Bundle(Copies(CPU), frozenset(), small=16)
+    bundle = SavedActivations(Copies(CPU), frozenset(), small=16)
     assert all(map(torch.equal, gradients_of(bundle), gradients_of()))
     assert bundle.bytes.moved >= 64 * 4  # two halves of one storage once, and products
     assert bundle.bytes.stayed['parameters'] == 32 * 4
@@ -178,7 +178,7 @@ def test_quantized_weights_are_not_known_by_a_place():
 
 
 def test_small_tensors_stay():
-    bundle = Bundle(Copies(CPU), frozenset(), small=16)
+    bundle = SavedActivations(Copies(CPU), frozenset(), small=16)
     tensor = torch.ones(8, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(bundle.pack, bundle.unpack):
         loss = tensor.exp().sum()
@@ -191,7 +191,7 @@ def test_small_tensors_stay():
 
 def test_a_small_part_takes_along_what_it_is_of():
     """Memory of which only a row is saved would stay as a whole."""
-    bundle = Bundle(Copies(CPU), frozenset(), small=16)
+    bundle = SavedActivations(Copies(CPU), frozenset(), small=16)
     weight = torch.ones(4, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(bundle.pack, bundle.unpack):
         loss = (torch.ones(256)[:4] * weight).sum()
@@ -207,7 +207,7 @@ def test_memory_is_freed_when_it_leaves():
     """Who holds nothing of it sees the storage go; the input keeps its tensor, without memory."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    bundle = Bundle(Copies(CPU), frozenset(), small=1)
+    bundle = SavedActivations(Copies(CPU), frozenset(), small=1)
     received = torch.ones(64).requires_grad_()
     bundle.take(received)
     with torch.autograd.graph.saved_tensors_hooks(bundle.pack, bundle.unpack):

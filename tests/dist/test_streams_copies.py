@@ -9,7 +9,7 @@ import torch
 from recorded import device
 
 from megatron_zbpp.runtime.activations import host_memory
-from megatron_zbpp.runtime.activations.bundle import Bundle
+from megatron_zbpp.runtime.activations.bundle import SavedActivations
 from megatron_zbpp.runtime.activations.copies import Copies
 from megatron_zbpp.runtime.activations.store import ActivationStore
 
@@ -151,7 +151,7 @@ def test_nothing_to_copy_locks_nothing(cuda):
 
 def beside_passes():
     with device.recording() as order:
-        bundle = Bundle(Copies(DEVICE), frozenset(), small=1)
+        bundle = SavedActivations(Copies(DEVICE), frozenset(), small=1)
         received = torch.ones(64, device=DEVICE).requires_grad_()
         bundle.take(received)
         with torch.autograd.graph.saved_tensors_hooks(bundle.pack, bundle.unpack):

@@ -81,7 +81,7 @@ def _broken(name):
     """(whose, attribute, what it is to be)."""
     from megatron_zbpp.mcore.layers import delayed_module
     from megatron_zbpp.runtime import channels
-    from megatron_zbpp.runtime.activations.bundle import Bundle
+    from megatron_zbpp.runtime.activations.bundle import SavedActivations
     from megatron_zbpp.runtime.activations.copies import Copies
 
     yield channels.Channels, 'unbroken', channels.Channels.send
@@ -99,8 +99,8 @@ def _broken(name):
         yield MLP, 'unbroken', MLP.forward
         yield MLP, 'forward', asks_in_backward
     elif name == 'no early free':
-        yield Bundle, 'as_it_was', Bundle.leave
-        yield Bundle, 'leave', left_allocated
+        yield SavedActivations, 'as_it_was', SavedActivations.leave
+        yield SavedActivations, 'leave', left_allocated
 
 
 @contextmanager
@@ -170,7 +170,7 @@ def test_a_layer_that_waits_is_found(recorded_ranks, data):
 
 
 def left_allocated(self):
-    """As `Bundle.leave`, while somebody holds the memory."""
+    """As `SavedActivations.leave`, while somebody holds the memory."""
     self.forgotten = [piece.storage for piece in self._going]
     self.as_it_was()
 

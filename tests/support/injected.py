@@ -58,7 +58,7 @@ def train(
     from example import forget_groups
 
     import megatron_zbpp
-    from megatron_zbpp.mcore.optimizer import stepping
+    from megatron_zbpp.mcore.optimizer import early_steps
 
     argv = [*argv, '--no-check-for-nan-in-loss-and-grad']
     plugins = []
@@ -73,7 +73,7 @@ def train(
     with ExitStack() as stack:
         stack.callback(forget_groups)
         stack.enter_context(mock.patch.object(megatron_zbpp, 'enable', enabling))
-        stack.enter_context(mock.patch.object(stepping, 'most_kept', lambda *_: kept_bytes))
+        stack.enter_context(mock.patch.object(early_steps, 'most_kept', lambda *_: kept_bytes))
         finalize = _injecting(pretrain_gpt.finalize_model_grads, events)
         stack.enter_context(mock.patch.object(pretrain_gpt, 'finalize_model_grads', finalize))
         for name, replacement in _VARIANTS[variant](pretrain_gpt).items():

@@ -53,7 +53,7 @@ def with_layout(session: Session, original: Callable) -> Callable:
 
 
 def comparing(session: Session, original: Callable) -> Callable:
-    """Compare what is kept by rank when a checkpoint is first looked at."""
+    """Compare the layers that are kept by rank when a checkpoint is first read."""
 
     @functools.wraps(original)
     def _load_base_checkpoint(load_dir: Any, ckpt_cfg: Any, *more: Any, **named: Any) -> tuple:

@@ -33,7 +33,7 @@ class RankFiles:
 
     @classmethod
     def of(cls, schedule: str, placement: Placement, stages: Sequence[str]) -> RankFiles:
-        """Return those of stages on their ranks.
+        """Return the files of stages, in model order, on their ranks; a stage is letters, as `Ett`.
 
         >>> RankFiles.of('zb-v', Placement.v(2), ['Et', 't', 't', 'tL']).layers
         (('E 1', '4 L'), ('2', '3'))
@@ -47,7 +47,7 @@ class RankFiles:
 
     @classmethod
     def by_plugin(cls, schedule: str, placement: Placement, args: Any) -> RankFiles:
-        """Return those of a run that places its stages by `placement`."""
+        """Return the files of a run that places its stages by `placement`."""
         return cls.of(schedule, placement, _stages(args, placement))
 
     @classmethod
@@ -61,7 +61,7 @@ class RankFiles:
 
     @classmethod
     def saved(cls, state: Mapping[str, Any]) -> RankFiles | None:
-        """Return those of a checkpoint, as it says; None: it has no arguments, and does not say."""
+        """Return the files that a checkpoint names; None: it has no layout and no arguments."""
         written = state.get(KEY)
         if written is not None:
             layers = tuple(map(tuple, written['layers']))
@@ -70,7 +70,7 @@ class RankFiles:
         return None if args is None else cls.by_megatron(args)
 
     def state(self) -> dict[str, Any]:
-        """Return it as plain values, for `KEY` of a state dict."""
+        """Return the layers as plain values, for `KEY` of a state dict."""
         return {'schedule': self.schedule, 'layers': [list(rank) for rank in self.layers]}
 
     def same_layers(self, other: RankFiles) -> bool:
@@ -78,7 +78,7 @@ class RankFiles:
         return self.layers == other.layers
 
     def difference(self, other: RankFiles) -> str:
-        """Say what the first rank with other layers holds, by these files and by the others.
+        """Name the layers of the first rank whose layers differ, by these files and by `other`.
 
         >>> stages = ['Et', 't', 't', 'tL']
         >>> loop = RankFiles.of('interleaved', Placement.loop(2, 2), stages)

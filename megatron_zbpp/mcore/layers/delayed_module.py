@@ -17,7 +17,7 @@ READ = 'main_grad', 'overwrite_main_grad'  # of a weight, by TE's modules
 
 
 class Aliased:
-    """While it is entered, a module's parameters are what is `shown`.
+    """A context in which `shown` stands in place of a module's parameters.
 
     A class: of a generator the entering alone takes longer than all of this.
     """
@@ -102,7 +102,7 @@ class Chunk:
 
 
 def delayed(module: Any) -> DelayedModule:
-    """Return that of `module`, made at its first use."""
+    """Return the `DelayedModule` of `module`, made at its first use."""
     put = vars(module.wgrad_store).get('put')
     return DelayedModule(module) if put is None else put.__self__
 
@@ -201,7 +201,7 @@ class DelayedModule:
         return output
 
     def delays(self) -> bool:
-        """Return what TE asks, in forward and in backward."""
+        """Return whether weight gradients wait: TE asks in forward and in backward."""
         return self._running or self._chunk.store.deferring
 
     def put(self, tensors: list, function: Callable) -> None:
@@ -227,7 +227,7 @@ class DelayedModule:
         return function(*tensors), tensors
 
     def early(self) -> Gradients | None:
-        """Take what a backward has left in the aliases: gradients of biases; None: nothing."""
+        """Take the gradients of biases that a backward has left in the aliases; None: none."""
         aliases = self._aliases
         early = {place: g for place in self._biases if (g := aliases[place].grad) is not None}
         if early or self._soiled:

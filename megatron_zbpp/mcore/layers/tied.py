@@ -39,7 +39,7 @@ _CONVERSION = 'megatron.bridge.models.conversion.model_bridge:MegatronModelBridg
 
 
 def patches(placement: Placements) -> Iterator[Patch]:
-    """Yield what keeps the two equal."""
+    """Yield the patches that keep the embedding and its copy equal."""
     setup = functools.partial(_tying, placement=placement)
     yield Patch(_LANGUAGE, 'setup_embeddings_and_output_layer', setup)
     yield Patch(_FINALIZE, SUM, _summing_tied_copies, (f'{_FINALIZE}:finalize_model_grads',))
@@ -152,7 +152,7 @@ def _copying_tied(original: Callable) -> Callable:
 
 
 def _of_the_first(original: Callable) -> Callable:
-    """Return Bridge's list of what is converted; of two embeddings on one rank the first's.
+    """Return Bridge's list of conversions; of two embeddings on one rank that of the first.
 
     It has one entry for a name, and that of the last chunk stays: of the copy that multi-token
     prediction has, which alone would be filled, and which Bridge leaves out when it saves.

@@ -57,7 +57,7 @@ _READERS = (
 
 
 def _readers_patches(endless: EndlessTraining) -> Iterator[Patch]:
-    """Yield what reads weights: behind the step that is still to be taken."""
+    """Yield the readers of weights: each takes the step first that is still to be taken."""
 
     def behind(original: Callable) -> Callable:
         @functools.wraps(original)
@@ -90,7 +90,7 @@ class LateSteps:
     def begin(
         self, optimizer: MegatronOptimizer, original: Callable[[Any], Any]
     ) -> Callable[[], Callable[[], Any]] | None:
-        """Return what begins a step; None: it has to be taken at once, which is said."""
+        """Return a function that begins a step; None: the step is taken at once, with a warning."""
         endless = self._session.endless
         if endless is None or not endless.late:
             return None
@@ -131,7 +131,7 @@ def _why_not_late(optimizer: MegatronOptimizer) -> str | None:
 
 
 class LateStep:
-    """A step whose reductions are begun; keeps what it needs until it is taken.
+    """A step whose reductions are begun; keeps gradients and rates until it is taken.
 
     The next call writes to the gradients' buffers, and the scheduler to the groups of parameters.
     """
@@ -226,7 +226,7 @@ class StageNorms:
         return possible
 
     def decide(self, refused: list[str]) -> bool:
-        """Return whether nothing is refused on any rank, and say what follows.
+        """Return whether no rank has a reason against clipping by stage; tell the user.
 
         Raises:
             ValueError: it was asked for, and is refused.
@@ -293,7 +293,7 @@ class AnnealedRates:
         self._scheduler: weakref.ref[OptimizerParamScheduler] | None = None
 
     def patches(self) -> Iterator[Patch]:
-        """Yield what shows Megatron's scheduler of the learning rate, where it is needed."""
+        """Yield the patch that shows Megatron's scheduler, where rates anneal."""
         if self._session.programs.corrects_weights:
             path = f'{OptimizerParamScheduler.__module__}:{OptimizerParamScheduler.__name__}'
             yield Patch(path, 'step', self._seeing)
@@ -349,7 +349,7 @@ class AsynchronousSteps:
         self._rates = AnnealedRates(session)
 
     def patches(self) -> Iterator[Patch]:
-        """Yield what else is replaced."""
+        """Yield the patches of asynchronous steps."""
         yield from _readers_patches(self._endless)
         yield from self._rates.patches()
 

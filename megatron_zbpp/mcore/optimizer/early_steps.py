@@ -67,7 +67,7 @@ class EarlySteps:
         post_validation: PostValidation,
         pp_group: dist.ProcessGroup,
     ) -> Any:
-        """Take one step; return what `original`, the optimizer's own `step`, returns."""
+        """Take one step; return the result of `original`, the optimizer's own `step`."""
         call = self._next.latest
         if call is None or not self._possible_for(optimizer, call):
             with self._session.watchdog.collective(STEP):

@@ -108,7 +108,7 @@ class Agreement:
     def begin(
         cls, entry: EntryState, watch: Watch | None, changes: list[str], device: torch.device
     ) -> Agreement:
-        """Ask: all ranks do, with what they have found."""
+        """Ask whether a rank has found changes: a collective that nobody waits for here."""
         rank, size = dist.get_rank(), dist.get_world_size()
         found = [rank if changes else size, size - entry.prefilled]
         flags = torch.empty(2, dtype=torch.int64, device=device)
@@ -121,13 +121,13 @@ class Agreement:
         return cls(entry, watch, changes, flags, work, room_on_host(flags))
 
     def verdict(self) -> Verdict:
-        """Return what all ranks have found together."""
+        """Return the verdict of all ranks."""
         changed, prefilled = read_behind(self._work, self._flags, self._copy).tolist()
         size = dist.get_world_size()
         return Verdict(None if changed == size else changed, prefilled < size)
 
     def found(self) -> str:
-        """Return what this rank has found, in words."""
+        """Return the changes that this rank has found, in words."""
         different = [] if self.watch is None else self.watch.different()
         return summary([*self.changes, *different])
 
@@ -182,7 +182,7 @@ class Watching:
         return agreement
 
     def stands(self, agreement: Agreement) -> bool:
-        """Return whether nobody has found a change; else set this rank back to the beginning."""
+        """Return whether no rank has found a change; else set this rank back to the beginning."""
         with self._session.watchdog.collective('whether weights changed after the optimizer step'):
             verdict = agreement.verdict()
         post_validation = self._session.post_validation

@@ -39,7 +39,7 @@ class ForwardsAhead(NextIteration):
         self._agreement: Agreement | None = None
 
     def replayed(self, iterator: Iterator | None) -> Iterator | None:
-        """Return what the chunks read instead of `iterator`, in training and evaluation alike."""
+        """Return the iterator that chunks read for `iterator`, in training and evaluation."""
         if iterator is None or self._session.post_validation is None:
             return iterator
         return self._replayed.setdefault(id(iterator), ReplayIterator(iterator))
@@ -146,7 +146,7 @@ class ForwardsAhead(NextIteration):
         return [held.index(p.stage) for p in passes]
 
     def share_of_activations(self) -> float:
-        """Return what forwards that run ahead save, of the most that this rank held.
+        """Return the share of the peak memory that activations of forwards that run ahead take.
 
         One more is counted, for what a forward needs while it runs.
         """
@@ -170,7 +170,7 @@ class ForwardsAhead(NextIteration):
         self._begun = batch, effects
 
     def settle(self, clean: bool) -> None:
-        """Keep what was run for the next call, or drop it."""
+        """Keep the forwards that have run for the next call, or drop them."""
         self._early = clean
         if self._begun is None:
             return

@@ -67,7 +67,7 @@ class Reduction:
         return self.value.pow(0.5)
 
     def root_on_host(self) -> float | torch.Tensor:
-        """Return the same, to the bit, where looking at it waits for nothing."""
+        """Return the norm as `root` does, to the bit, but where reading it waits for nothing."""
         if not compat.has_tensor_norms():
             return self.result**0.5
         return torch.tensor([self.result], dtype=self.value.dtype).pow(0.5)

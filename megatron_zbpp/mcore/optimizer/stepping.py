@@ -33,7 +33,7 @@ _VIEWS = 'megatron.bridge.data.iterator_utils', 'make_data_iterator_list'
 
 
 def patches(steps: Steps) -> Iterator[Patch]:
-    """Yield what steps; where steps do not wait for all ranks, what would wait around them.
+    """Yield the optimizers' `step`, and the waits around it where steps do not wait for all ranks.
 
     NVIDIA's training loops make ranks agree on results that they have in common, and take the time
     of an iteration behind a barrier.
@@ -76,9 +76,9 @@ def _without_reduction(steps: Steps, same: Callable, original: Callable) -> Call
 
 def _the_same_views(original: Callable) -> Callable:
     """Give chunks the iterators of the iteration before, in which this one may have begun."""
-    from megatron_zbpp.post_validation.data_iterators import SharedViews
+    from megatron_zbpp.post_validation.data_iterators import SharedIterators
 
-    views = SharedViews()
+    views = SharedIterators()
 
     @functools.wraps(original)
     def make_data_iterator_list(model: list, data_iterator: Iterator | None) -> Any:

@@ -44,7 +44,7 @@ _building: list[bool] = []
 def patches(
     placement: Placements, agree: Agree, reads: Reads, allow: Callable[[int], None]
 ) -> Iterator[Patch]:
-    """Yield what answers where the first stage is, and what follows from its place.
+    """Yield the functions that tell the place of the first stage, and their dependants.
 
     Args:
         placement: of a number of pipeline ranks.

@@ -82,11 +82,11 @@ class Registry:
         return bool(self._places or self._functions)
 
     def places(self) -> list[Place]:
-        """Return all that is replaced now, with the originals."""
+        """Return the places of all replaced attributes, with the originals."""
         return [*self._places, *_everywhere((ours, original) for original, ours in self._functions)]
 
     def install(self, patches: Iterable[Patch]) -> None:
-        """Put them in place; those of modules that are to be imported later, then.
+        """Put patches in place; patches of modules that are imported later, then.
 
         Raises:
             RuntimeError: one would have no effect; nothing is replaced.

@@ -29,7 +29,7 @@ _BY_RANK = 'optimizer.distributed.dp_group_idx_'  # how keys of what is kept by 
 
 
 def patches(session: Session) -> Iterator[Patch]:
-    """Yield what prints and saves, and what loads."""
+    """Yield the functions that print lines, save checkpoints and load them."""
 
     def by(module: str, name: str) -> Callable[[Any], Any]:
         """Return the wrapper `name` of a module of ours."""
@@ -79,7 +79,7 @@ def _with_placement(session: Session, original: Callable) -> Callable:
 
 
 def placement_of(session: Session) -> Placement | None:
-    """Return where the stages are; None: there is no pipeline, or not yet."""
+    """Return the placement of the stages; None: there is no pipeline, or not yet."""
     if not parallel_state.model_parallel_is_initialized():
         return None
     ranks = parallel_state.get_pipeline_model_parallel_world_size()

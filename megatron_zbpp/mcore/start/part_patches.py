@@ -1,4 +1,4 @@
-"""Patches by which a model's parts are drawn as stock Megatron draws them: see `same_start`."""
+"""Patches by which a model's parts are drawn as stock Megatron's ranks would draw them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.session import Session
 
 if TYPE_CHECKING:
-    from megatron_zbpp.mcore.start.placement_independent_init import Drawing
+    from megatron_zbpp.mcore.start.placement_independent_init import StockDrawing
 
 _Models = weakref.WeakKeyDictionary[dist.ProcessGroup, int]
 # how many models the ranks of a pipeline have begun: so long as its group lives, alike on all
@@ -39,12 +39,14 @@ def patches(session: Session) -> Iterator[Patch]:
 
 
 class _Chunks:
-    """Tells the `Drawing` of a model which part is built."""
+    """Tells the `StockDrawing` of a model which part is built."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._drawing: Drawing | None = None
-        self._building: Drawing | None = None  # of the chunk that is being built, as are these:
+        self._drawing: StockDrawing | None = None
+        self._building: StockDrawing | None = (
+            None  # of the chunk that is being built, as are these:
+        )
         self._stage, self._layers, self._built, self._last = 0, 0, 0, False
 
     def of_model(self, original: Callable) -> Callable:
@@ -91,7 +93,7 @@ class _Chunks:
 
         return __init__
 
-    def _begin(self, model: Any, given: dict[str, Any]) -> Drawing | None:
+    def _begin(self, model: Any, given: dict[str, Any]) -> StockDrawing | None:
         """Return the drawing of a chunk that is about to be built; None: it draws as it will."""
         config = given['config']
         if config.pipeline_model_parallel_size == 1 or not dist.is_initialized():
@@ -118,10 +120,10 @@ class _Chunks:
         self._drawing.switch((self._stage, 0))
         return self._drawing
 
-    def _first(self, group: dist.ProcessGroup, stages: list[str]) -> Drawing | None:
+    def _first(self, group: dist.ProcessGroup, stages: list[str]) -> StockDrawing | None:
         """Return the drawing of a model that is about to be built; None: it draws as it will."""
         from megatron_zbpp.mcore.start.placement_independent_init import (
-            Drawing,
+            StockDrawing,
             chains_of,
             say_the_same,
         )
@@ -139,4 +141,4 @@ class _Chunks:
         chains = chains_of(asked, stages, placement)
         if chains is None:
             return None
-        return Drawing(name, group.rank(), placement, chains, collective)
+        return StockDrawing(name, group.rank(), placement, chains, collective)

@@ -150,7 +150,7 @@ Collective = Callable[[str], AbstractContextManager[None]]
 _Link = tuple[int, int]  # a stock rank, and how many parts it has drawn
 
 
-class Drawing:
+class StockDrawing:
     """The random states of one model while the ranks of a pipeline build it."""
 
     def __init__(
@@ -171,7 +171,7 @@ class Drawing:
         self._hand_over((rank, 0), self._own)
 
     def switch(self, place: tuple[int, int]) -> None:
-        """Draw a part from now on; what is none of stock's is drawn from this rank's own states."""
+        """Draw a part from now on; parts that stock lacks draw from this rank's own states."""
         part = Part(*place)
         if part == self._part:
             return

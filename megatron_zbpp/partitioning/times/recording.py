@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from megatron_zbpp.ir import BW, F, Pass
 
-OURS = 'PP:'  # our range around a pass: see runtime.observe.profiling
+OURS = 'PP:'  # our range around a pass: see runtime.clock
 _STEP = re.compile(r'pipeline_parallel[\\/]schedules\.py\(\d+\): (forward|backward)_step')
 _STEPS = {'forward': F, 'backward': BW}
 _NODE = 'autograd::engine::evaluate_function'

@@ -22,7 +22,7 @@ SMALL = 1024  # elements: below, a copy costs more than it frees
 
 
 @dataclass(eq=False, slots=True)
-class Piece:
+class SavedStorage:
     """A storage that autograd has saved tensors of."""
 
     storage: torch.UntypedStorage | None  # on the device; None while it is away
@@ -34,7 +34,7 @@ class Piece:
 class Handle(NamedTuple):
     """A saved tensor as part of a piece."""
 
-    piece: Piece
+    piece: SavedStorage
     dtype: torch.dtype
     offset: int
     size: torch.Size
@@ -43,7 +43,7 @@ class Handle(NamedTuple):
 
 @dataclass
 class Bytes:
-    """Bytes of a microbatch in a stage: those that went, and those that stayed, by the reason."""
+    """Bytes of a microbatch in a stage: moved away, and kept on the device by the reason."""
 
     moved: int = 0
     stayed: dict[str, int] = field(default_factory=dict[str, int])
@@ -59,7 +59,7 @@ class Bytes:
 
     @classmethod
     def of_slices(cls, found: Iterable[Bytes]) -> Bytes:
-        """Return those of all slices of a microbatch; what stays they share."""
+        """Return the bytes of all slices of a microbatch; slices share the bytes that stay."""
         whole = cls()
         for own in found:
             whole.moved += own.moved
@@ -69,12 +69,12 @@ class Bytes:
 
 
 class Engine(Protocol):
-    """Moves storages away and back: `copies.Copies`, `partner.Partner`."""
+    """Moves storages away and back: `copies.Copies`, `copies.Partner`."""
 
     device: torch.device
 
     def out(self, storages: Sequence[torch.UntypedStorage]) -> tuple[Any, Any]:
-        """Begin; return what has left, and what tells when it has."""
+        """Begin to move storages away; return the copy, and a mark of its end."""
         ...
 
     def back(self, left: Any, storages: Sequence[torch.UntypedStorage], /) -> Any:
@@ -82,17 +82,17 @@ class Engine(Protocol):
         ...
 
     def wait(self, mark: Any) -> None:
-        """Let what computes from now on wait."""
+        """Let later passes wait for `mark`."""
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """Return memory for what comes back."""
         ...
 
     def free(self, left: Any, /) -> None:
-        """Forget what has left."""
+        """Forget a copy."""
 
 
-class Bundle:
+class SavedActivations:
     """The saved tensors of one (stage, microbatch, slice).
 
     Args:
@@ -113,8 +113,8 @@ class Bundle:
         self._staying = staying
         self._small = small
         self._shared = shared
-        self._pieces: dict[int, Piece] = {}
-        self._going: list[Piece] = []
+        self._pieces: dict[int, SavedStorage] = {}
+        self._going: list[SavedStorage] = []
         self._left: Any = None  # what has left, by the engine
         self._mark: object = None  # of the copy that was begun last
         self._arriving = False
@@ -122,7 +122,7 @@ class Bundle:
         self.away = False  # whether it is not on the device
 
     def pack(self, tensor: torch.Tensor) -> Handle | torch.Tensor:
-        """Return what autograd keeps in place of `tensor`."""
+        """Return the handle that autograd keeps in place of `tensor`."""
         storage = tensor.untyped_storage()
         why = self._why_it_stays(tensor, storage)
         if why:
@@ -168,7 +168,7 @@ class Bundle:
         self.bytes.moved = sum(piece.nbytes for piece in self._going)
 
     def leave(self) -> None:
-        """Free what has been copied: what computes from now on waits until it has."""
+        """Free the storages that are copied away: later passes wait until the copy has ended."""
         if not self._going:
             return
         self._copies.wait(self._mark)
@@ -195,7 +195,7 @@ class Bundle:
         self._left, self._arriving, self.away = None, True, False
 
     def arrived(self) -> None:
-        """Let what computes from now on wait until all of it is back."""
+        """Let later passes wait until all storages are back."""
         if self._arriving:
             self._copies.wait(self._mark)
             self._arriving = False
@@ -214,10 +214,10 @@ class Bundle:
         self._pieces.clear()
         self._going = []
 
-    def _piece(self, storage: torch.UntypedStorage) -> Piece:
+    def _piece(self, storage: torch.UntypedStorage) -> SavedStorage:
         piece = self._pieces.get(storage._cdata)
         if piece is None:
-            piece = self._pieces[storage._cdata] = Piece(storage, storage.nbytes())
+            piece = self._pieces[storage._cdata] = SavedStorage(storage, storage.nbytes())
         return piece
 
     def _why_it_stays(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> str | None:
@@ -234,7 +234,7 @@ class Bundle:
         # of a small part of what is large, all would stay
         return 'small tensors' if storage.nbytes() < self._small * tensor.element_size() else None
 
-    def _may_go(self, piece: Piece) -> bool:
+    def _may_go(self, piece: SavedStorage) -> bool:
         assert piece.storage is not None
         if piece.storage.nbytes() != piece.nbytes:  # a layer drops it, and makes it again
             self.bytes.stay('recomputed by layers', piece.storage.nbytes())

@@ -35,7 +35,7 @@ _ALIGNED = 512  # bytes: as the caching allocator of CUDA has them
 
 
 class Copies:
-    """The copy engines of a device: what is begun in one direction runs in that order.
+    """The copy engines of a device: copies in one direction run in the order of their begin.
 
     Args:
         device: whose memory is freed; of the CPU, a copy is done when the call returns.
@@ -92,7 +92,7 @@ class Copies:
         return read
 
     def free(self, slab: torch.Tensor) -> None:
-        """Take back a slab: the next copy out into it comes behind those that were begun of it."""
+        """Take back a slab: the next copy into it comes behind earlier copies from it."""
         self._slabs.give(slab)
 
     def finish(self) -> None:
@@ -100,7 +100,7 @@ class Copies:
         self._slabs.release()
 
     def wait(self, mark: object) -> None:
-        """Let what computes from now on wait for `mark`; never the host."""
+        """Let later passes wait for `mark`; never the host."""
         self._wait(mark)
 
     def seconds_per_byte(self, times: int = 3) -> float | None:
@@ -163,7 +163,7 @@ def bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tenso
 
 
 class Partner:
-    """The partner that the bundles of this rank go to; begins copies as `copies.Copies` does."""
+    """The partner that the bundles of this rank go to; begins copies as `Copies` does."""
 
     def __init__(self, device: torch.device, channels: Channels, peer: int) -> None:
         self.device = device
@@ -182,7 +182,7 @@ class Partner:
         return self._channels.into(arriving, self._peer)
 
     def wait(self, mark: Transfer) -> None:
-        """Let what computes from now on wait for `mark`."""
+        """Let later passes wait for `mark`."""
         mark.wait()
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
@@ -190,7 +190,7 @@ class Partner:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
 
     def free(self, left: object) -> None:
-        """Forget what has left: its keeper sends it back, or forgets it, too."""
+        """Forget a bundle that has left: its keeper sends it back, or forgets it, too."""
 
 
 @dataclass(eq=False)

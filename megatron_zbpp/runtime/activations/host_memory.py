@@ -125,11 +125,11 @@ class Slabs:
         return new(nbytes)
 
     def give(self, slab: torch.Tensor) -> None:
-        """Take one back."""
+        """Take a slab back."""
         insort(self._free, slab, key=torch.Tensor.numel)
 
     def release(self) -> None:
-        """Give back to the host what was too small.
+        """Give slabs that were too small back to the host.
 
         The host waits until nothing is copied there, and a driver may wait for the whole device:
         not amid an iteration.

@@ -33,7 +33,7 @@ class Moving:
 
     @classmethod
     def of(cls, program: Program) -> Moving:
-        """Return what moves in the program of a rank."""
+        """Return the transfers of activations in the program of a rank."""
         saved = [i for i in program if isinstance(i, Send | Receive) and i.saved]
         sent = {
             key_of(i.consumer): i for i in saved if isinstance(i, Send) and i.consumer.kind == _SENT
@@ -79,7 +79,7 @@ class Moves:
         return self._store.kept - sum(key in saved for key in self._store.away)
 
     def leaves(self, key: Key) -> bool:
-        """Return whether what the forward saves is elsewhere until B."""
+        """Return whether the saved activations of a forward are elsewhere until B."""
         return key in self._leaving
 
     def packing(self, key: Key, received: torch.Tensor | None) -> AbstractContextManager[None]:
@@ -90,7 +90,7 @@ class Moves:
         return self._of_store.packing(key, received, None if sent is None else sent.peer)
 
     def await_back(self, key: Key) -> None:
-        """Let what computes from now on wait until what the forward of a pass saved is back."""
+        """Let later passes wait until the saved activations of a pass are back."""
         if key in self._leaving:
             self.waits = self._fetched.get(key)
             self._of_store.arrived(key)
@@ -111,7 +111,7 @@ class Moves:
         self._of_store.begin_out(key_of(instruction.leaving))
 
     def transfer(self, i: Send | Receive) -> None:
-        """Begin to send or to receive what was saved: of this rank, or of its partner."""
+        """Begin to send or to receive saved activations: of this rank, or of its partner."""
         key = key_of(i.consumer)
         if i == self._sent.get(key):
             self._of_store.begin_out(key)

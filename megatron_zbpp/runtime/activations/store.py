@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_zbpp.runtime import compat
-from megatron_zbpp.runtime.activations.bundle import HELD, SMALL, Bundle, Bytes
+from megatron_zbpp.runtime.activations.bundle import HELD, SMALL, Bytes, SavedActivations
 from megatron_zbpp.runtime.activations.copies import Copies, Keeping, Partner
 from megatron_zbpp.runtime.activations.host_memory import PinningError
 from megatron_zbpp.runtime.channels import Channels
@@ -47,18 +47,18 @@ class ActivationStore:
         self._shared: Sequence[Set[int]] = ()
         self._latest: dict[int, dict[int, Bytes]] = {}  # by stage and slice
         self._parameters: dict[tuple, torch.Tensor] = {}
-        self._bundles: dict[Key, Bundle] = {}
+        self._bundles: dict[Key, SavedActivations] = {}
         self._said = False
         self._told = False
 
     @property
     def away(self) -> frozenset[Key]:
-        """The keys of what is not on the device."""
+        """The keys of bundles that are not on the device."""
         return frozenset(key for key, bundle in self._bundles.items() if bundle.away)
 
     @property
     def bytes(self) -> dict[int, Bytes]:
-        """Those of each stage, of the latest pass that left; of slices, of all of them."""
+        """Bytes that each stage moved in its latest pass that left, summed over slices."""
         return {stage: Bytes.of_slices(own.values()) for stage, own in self._latest.items()}
 
     def copy_times(self) -> dict[int, float]:
@@ -121,7 +121,9 @@ class ActivationStore:
         if partner is not None:
             assert self._channels is not None, 'programs for partners come with channels to them'
             engine = Partner(self._copies.device, self._channels, partner)
-        bundle = self._bundles[key] = Bundle(engine, self._staying, self._small, self._shared)
+        bundle = self._bundles[key] = SavedActivations(
+            engine, self._staying, self._small, self._shared
+        )
         if received is not None:
             bundle.take(received)
         with saved_tensors_hooks(bundle.pack, bundle.unpack):
@@ -148,7 +150,7 @@ class ActivationStore:
         self._bundles[key].begin_back()
 
     def arrived(self, key: Key) -> None:
-        """Let what computes from now on wait until it is back."""
+        """Let later passes wait until the bundle is back."""
         if key in self._bundles:
             self._bundles[key].arrived()
 

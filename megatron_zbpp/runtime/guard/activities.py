@@ -43,7 +43,7 @@ def is_distributed(call: traceback.FrameSummary) -> bool:
 
 
 def is_library(call: traceback.FrameSummary) -> bool:
-    """Return whether it is of Python or torch, which say little about what is being done."""
+    """Return whether a call is of Python or torch, which tell little of the activity."""
     installed = any(name in call.filename for name in ('site-packages', 'dist-packages'))
     name = 'torch' if installed else 'Python'
     return call.filename.startswith(_FOLDERS[name])
@@ -197,11 +197,11 @@ class Activity(Protocol):
         ...
 
     def standing(self) -> dict[str, str]:
-        """Return where it stands, for people: `now`, `waits for`, and what else there is."""
+        """Return the position in words, by heading: `now`, `waits for`, and others."""
         ...
 
     def waits(self) -> tuple[int, ...]:
-        """Return the global ranks that it waits for; those that may be late."""
+        """Return the global ranks that the activity waits for."""
         ...
 
 

@@ -26,12 +26,12 @@ def fingerprint(value: object) -> str:
 
 
 def digest(text: str) -> str:
-    """Return what tells a text from others."""
+    """Return a short hash of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def comparable_flags(flags: Mapping[str, object]) -> dict[str, object]:
-    """Return those flags that must be equal on all ranks: plain values, and lists of them.
+    """Return the flags that must be equal on all ranks: plain values, and lists of them.
 
     What a rank has for itself is left out: its number, and paths, which hosts may have elsewhere.
     """
@@ -80,7 +80,7 @@ def reasons(own: str | None) -> list[str]:
 
 
 def compare(settings: Mapping[int, Mapping[str, str]]) -> None:
-    """Return if all ranks have the same.
+    """Raise unless all ranks have the same settings.
 
     Args:
         settings: of each rank.
@@ -104,7 +104,7 @@ def compare(settings: Mapping[int, Mapping[str, str]]) -> None:
 
 
 def agree(settings: Mapping[str, object], group: dist.ProcessGroup) -> None:
-    """Return if all ranks of `group` have the same settings: a collective.
+    """Raise unless all ranks of `group` have the same settings: a collective.
 
     Raises:
         DisagreementError: they have not; on all of them.

@@ -46,12 +46,12 @@ class RankStatus:
     over: bool = False  # whether it has ended its training
 
     def to_json(self) -> str:
-        """Return it for the store."""
+        """Return the status as text for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> RankStatus:
-        """Return what `to_json` wrote."""
+        """Return the status that `to_json` wrote."""
         said = json.loads(text)
         return cls(**said | {'waits': tuple(said['waits'])})
 
@@ -62,7 +62,7 @@ def find_culprit(
     answering: Collection[int],
     stalled: float = inf,
 ) -> str:
-    """Return one line: who keeps the others waiting, and who waits for whom.
+    """Return one line: the rank at fault, and the ranks that wait for each other.
 
     Args:
         rank: that asks: the search follows what it waits for, and what those wait for.
@@ -162,7 +162,7 @@ class Heartbeats:
             board.thread.join(max(0, deadline - time.monotonic()))
 
     def find_culprit(self, own: RankStatus, stalled: float) -> str:
-        """Return who is to blame, in one line, after a second or two."""
+        """Return the rank at fault, in one line, after a second or two."""
         self._statement = own
         question = _Question(own, stalled, queue.SimpleQueue())
         asked = [board for board in self._boards if board.thread.is_alive()]

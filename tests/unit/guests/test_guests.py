@@ -97,7 +97,7 @@ def test_what_a_run_asks_its_guests():
     ('settings', 'names'),
     [
         ({}, []),
-        ({'trace_dir': True, 'offload': 'auto'}, ['Tracer', 'FreeAmount']),
+        ({'trace_dir': True, 'offload': 'auto'}, ['Tracer', 'OffloadTuner']),
         ({'freeze': True, 'trace_dir': True}, ['FreezeRun', 'Tracer']),
         ({'schedule': 'auto', 'trace_dir': True}, ['Tracer', 'AutoPlan']),
     ],

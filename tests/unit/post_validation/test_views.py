@@ -7,11 +7,11 @@ import weakref
 
 import pytest
 
-from megatron_zbpp.post_validation.data_iterators import SharedViews
+from megatron_zbpp.post_validation.data_iterators import SharedIterators
 
 
 def test_each_chunk_reads_all_in_order():
-    views, source = SharedViews(), itertools.count()
+    views, source = SharedIterators(), itertools.count()
     first, second = views.of(source, 2)
     assert [next(first) for _ in range(3)] == [0, 1, 2]
     assert [next(second) for _ in range(3)] == [0, 1, 2]
@@ -25,7 +25,7 @@ def test_what_all_have_read_is_forgotten():
     class Item:
         pass
 
-    views, source = SharedViews(), (Item() for _ in range(9))
+    views, source = SharedIterators(), (Item() for _ in range(9))
     first, second, idle = views.of(source, 3)
     seen = [weakref.ref(next(first)) for _ in range(4)]
     assert [next(second) for _ in range(2)] == [each() for each in seen[:2]]
@@ -36,16 +36,16 @@ def test_what_all_have_read_is_forgotten():
 
 
 def test_the_source_ends_for_each():
-    first, second = SharedViews().of(iter([1]), 2)
+    first, second = SharedIterators().of(iter([1]), 2)
     assert list(first) == list(second) == [1]
 
 
 def test_where_there_is_no_data():
-    assert SharedViews().of(None, 2) == [None, None]
+    assert SharedIterators().of(None, 2) == [None, None]
 
 
 def test_other_sources_have_others():
-    views = SharedViews()
+    views = SharedIterators()
     one, other = iter([1, 2]), iter([3, 4])
     (first,) = views.of(one, 1)
     assert next(first) == 1
