@@ -386,9 +386,7 @@ def test_versions_are_equal_at_first_where_a_checkpoint_has_no_older_ones(
     ends = [*common, '--save', tmp_path / 'checkpoint', '--exit-interval', 3]
     run(pool, *ends, '--pipeline-schedule', 'megatron')
     loads = [*common, '--load', tmp_path / 'checkpoint']
-    stock, ours = (
-        run(pool, *loads, '--pipeline-schedule', each) for each in ('megatron', method)
-    )
+    stock, ours = (run(pool, *loads, '--pipeline-schedule', each) for each in ('megatron', method))
     assert ours.losses[0] == stock.losses[0]
     norms = [float.fromhex(run.grad_norms[0]) for run in (ours, stock)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-6), 'two chunks are summed in another order'
