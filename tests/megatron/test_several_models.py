@@ -14,6 +14,7 @@ from copy import copy
 
 from example import MODEL, early_steps, forget_groups
 from grids import grid
+from stock import trained as trained_by_stock
 from supported import supports
 
 STEPS = 3
@@ -158,7 +159,7 @@ def test_policy_and_reference(ranks, schedule, second, p):
     argv = [*MODEL, '--num-layers', 2 * p, '--pipeline-model-parallel-size', p, '--clip-grad', 1e9]
     argv += ['--global-batch-size', 5, '--train-iters', STEPS]
     post = ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps', 1]
-    stock = ranks(p).run(trained, [*argv, '--pipeline-schedule', 'megatron'], second)
+    stock = trained_by_stock(ranks(p), trained, [*argv, '--pipeline-schedule', 'megatron'], second)
     ours = ranks(p).run(
         trained, [*argv, '--pipeline-schedule', name, *(post if early else [])], second
     )

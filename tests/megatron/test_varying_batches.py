@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 from example import MODEL, early_steps, forget_groups
+from stock import trained as trained_by_stock
 from supported import supports
 from test_several_models import batches
 
@@ -87,7 +88,7 @@ def test_as_stock(ranks, tmp_path, schedule, p, steps):
     argv += ['--global-batch-size', 3 * p, '--train-iters', steps]
     post = ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps', 1]
     flags = ['--pipeline-schedule', name, *(post if early else [])]
-    stock = ranks(p).run(trained, [*argv, '--pipeline-schedule', 'megatron'], counts)
+    stock = trained_by_stock(ranks(p), trained, [*argv, '--pipeline-schedule', 'megatron'], counts)
     ours = ranks(p).run(trained, [*argv, *flags, '--pipeline-trace-dir', tmp_path], counts)
     assert len(set(stock[-1][0])) == steps
     assert [left[:2] for left in ours] == [left[:2] for left in stock]

@@ -27,6 +27,7 @@ from unittest import mock
 import events
 import nvidia
 import ranks as rank_pool
+import stock
 from paths import ROOT
 from ranks import RankError, Ranks
 
@@ -507,7 +508,8 @@ def run(ranks: Ranks, argv: list[str], event: Any) -> nvidia.Run | Refusal | Fai
     """Train with `argv` on `ranks`."""
     common = [*nvidia.COMMON, *map(str, argv)]
     try:
-        results = ranks.run(attempt, common, event, timeout=120)
+        kept = nvidia.is_kept(common, event)
+        results = stock.trained(ranks, attempt, common, event, kept=kept, timeout=120)
     except RankError as error:
         return Failure.of(error)
     refused = [each for each in results if isinstance(each, Refusal)]

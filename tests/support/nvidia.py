@@ -47,9 +47,14 @@ COMMON = """
 ALSO: list[str] = []  # flags of all runs by schedules of ours: see `--also`
 
 
-# events after which a run holds all that they do: it may be kept
 _TOLD = (events.nothing, events.aliased_sends, events.sequence_parallel)
 _TOLD += (events.evaluations, events.mtp_losses, events.doubted)
+
+
+def is_kept(words: list[str], event: Any) -> bool:
+    """Whether a launch is of stock, and its event leaves nothing but what the run reports."""
+    told = event in _TOLD or isinstance(event, events.Overflow | events.ReducedOverflow)
+    return told and by_megatron(words)
 
 
 def also(words: Container[str]) -> list[str]:
@@ -249,8 +254,7 @@ def run(
     words = list(map(str, argv))
     if any(word.startswith('--pipeline-schedule') for word in words):
         common += also(words)
-    told = event in _TOLD or isinstance(event, events.Overflow | events.ReducedOverflow)
-    kept = told and by_megatron(words)
+    kept = is_kept(words, event)
     results = stock.trained(ranks, train, [*common, *words], event, script, kept=kept)
     early = [result[-2] for result in results]
     asked = '--enable-optimizer-post-validation' in argv

@@ -171,7 +171,9 @@ def _keep(path: Path, results: list[Any], saves: Path | None) -> None:
 def _serve(path: Path, entry: Entry, saves: Path | None) -> None:
     """Restore a checkpoint, and note that the entry was read."""
     if saves:
-        shutil.rmtree(saves, ignore_errors=True)
+        saves.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(saves)
+        saves.mkdir()
         for name, content in entry.files.items():
             place = saves / name
             place.parent.mkdir(parents=True, exist_ok=True)
