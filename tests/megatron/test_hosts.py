@@ -22,6 +22,7 @@ from paths import ROOT, SUPPORT
 pytestmark = [
     pytest.mark.skipif(hosts.missing() is not None, reason=f'no two hosts: {hosts.missing()}'),
     pytest.mark.timeout(900),
+    pytest.mark.one_release,
 ]
 NAMES = ('node-a7', 'node-a8')
 TIMEOUT, PAUSE = 15, 45  # seconds: of the watchdog, in passes and between them

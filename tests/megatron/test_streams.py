@@ -23,7 +23,8 @@ from recorded import build, device
 from recorded.communicators import faults
 from recorded.training import recording, train
 
-pytestmark = pytest.mark.timeout(600)  # a busy machine is no reason to fail
+# a busy machine is no reason to fail
+pytestmark = [pytest.mark.timeout(600), pytest.mark.one_release]
 
 TWICE = {'dp': 2, 'fused': True, 'overlap': True, 'distributed': True, 'bf16': True}
 # what is trained, and by which schedule; the kinds but dense have no linear biases

@@ -12,6 +12,8 @@ from paths import ROOT
 import megatron_zbpp
 from megatron_zbpp.schedules import registry
 
+pytestmark = pytest.mark.each_release
+
 # Prints which modules of ours a fresh process has once it has run the line.
 LOADED = """
 import sys
