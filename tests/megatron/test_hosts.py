@@ -99,7 +99,7 @@ def wait(running, seconds):
     """Until all have ended, or that long."""
     deadline = time.monotonic() + seconds
     while sum(each.poll() for each in running) < len(running) and time.monotonic() < deadline:
-        time.sleep(0.3)
+        time.sleep(1)  # a look goes through all processes of the machine
 
 
 REPORT = re.compile(
