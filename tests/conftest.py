@@ -32,6 +32,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         'who runs all parts, as with several releases, runs all cases',
     )
     parser.addoption(
+        '--one-case',
+        action='store_true',
+        help='run one case of each test, but all of those that look into a release: '
+        'where another release runs all cases',
+    )
+    parser.addoption(
         '--record-support',
         action='store_true',
         help='write what the tests that pass show into docs/support.csv',
@@ -88,6 +94,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     share = config.getoption('--share')
     if share is not None:
         spared |= share.left_out([item for item in items if item not in spared])
+    if config.getoption('--one-case'):
+        spared |= grids.beside_another([item for item in items if item not in spared])
     config.hook.pytest_deselected(items=list(spared))
     items[:] = [item for item in items if item not in spared]
 

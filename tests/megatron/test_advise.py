@@ -24,6 +24,8 @@ from megatron_zbpp.partitioning.advise.search import advise
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.partitioning.shapes import Shape, layers_of
 
+pytestmark = pytest.mark.one_release
+
 TORCHRUN = 'torchrun --nproc-per-node 8 pretrain_gpt.py'
 SIZES = (
     '--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --bf16 '

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.one_release
+
 
 def told(schedule, p, m, layout=None):
     """The banner of a schedule, whose model may have a layout."""

@@ -12,7 +12,7 @@ import pytest
 from example import MODEL, run
 from paths import ROOT, SUPPORT
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.one_release]
 PAGE = (ROOT / 'docs' / 'asynchronous.md').read_text()
 TORCHRUN = [sys.executable, '-m', 'torch.distributed.run', '--standalone']
 PATHS = {'PYTHONPATH': f'{ROOT}:{ROOT / "examples" / "gpt"}:{SUPPORT}'}

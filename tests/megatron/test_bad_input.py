@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 
@@ -31,15 +33,20 @@ def flags(changes):
 def launch(num_ranks, **changes):
     """Runs the example under torchrun; its standard error, exit code, and seconds."""
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node']
+    command += [num_ranks, EXAMPLE, *MODEL, *flags(changes)]
     start = time.monotonic()
-    done = commands.run([*command, num_ranks, EXAMPLE, *MODEL, *flags(changes)], timeout=120)
+    done = commands.run(command, timeout=120, env={'LAUNCHED_BY': str(os.getpid())})
     return done.stderr, done.returncode, time.monotonic() - start
 
 
-def survivors(script=EXAMPLE):
-    """Processes that still run `script`."""
-    running = (process.info['cmdline'] or [] for process in psutil.process_iter(['cmdline']))
-    return [words for words in running if str(script) in words]
+def survivors():
+    """Processes of `launch` that still run; other tests may run the example meanwhile."""
+    found = []
+    for process in psutil.process_iter(['cmdline']):
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get('LAUNCHED_BY') == str(os.getpid()):
+                found.append(process.info['cmdline'])
+    return found
 
 
 def test_refused():

@@ -18,6 +18,8 @@ from benchmarks.pipelines.measure import Sample, checksums_agree
 from benchmarks.training import cli as training
 from benchmarks.training import splitting
 
+pytestmark = pytest.mark.one_release
+
 OURS = ['1f1b', 'zb-h1', 'zb-v', 'seq-zb-v', 'auto']
 SOME = ['megatron', 'torch:1F1B', 'torch:ZBVZeroBubble', *OURS]
 P, M, TIMES = 2, 4, [2.0, 3.0, 1.0]

@@ -13,6 +13,8 @@ from megatron_zbpp.schedules import own_families
 from megatron_zbpp.techniques.composition import TRAINED_BY
 from scripts.benchmark_asynchronous import METHODS
 
+pytestmark = pytest.mark.one_release
+
 SCRIPT = [sys.executable, ROOT / 'scripts' / 'benchmark_asynchronous.py']
 
 

@@ -19,6 +19,8 @@ from benchmarks.gpt.processes import Crew
 from benchmarks.gpt.results import FAILED, PREDICTED, Results, table
 from megatron_zbpp.schedules import build, find
 
+pytestmark = pytest.mark.one_release
+
 SCRIPT = ROOT / 'scripts' / 'benchmark_gpt.py'
 QUICK = ['--models', 'tiny', '--warm-up', '1', '--iterations', '2']
 JOB = Job('tiny', 'zbpp', 'zb-v', 2, 1, 4, 1, 2, 2, 'local', 1, 2)

@@ -13,6 +13,8 @@ from paths import ROOT
 from benchmarks.partition import cases, cli, resident, shares, two_hosts
 from benchmarks.partition.measured import Gpt
 
+pytestmark = pytest.mark.one_release
+
 
 def run(folder, *flags):
     """The script as a user calls it: what it printed, and its JSON."""

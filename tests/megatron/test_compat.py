@@ -6,6 +6,8 @@ import os
 
 import pytest
 
+pytestmark = pytest.mark.each_release
+
 # what the functions of `compat` read of objects, by class
 ATTRIBUTES = {
     'megatron.core.optimizer.distrib_optimizer:DistributedOptimizer': (

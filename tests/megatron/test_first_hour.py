@@ -21,6 +21,8 @@ from paths import ROOT
 
 from megatron_zbpp.cli import main
 
+pytestmark = pytest.mark.one_release
+
 DOCS = ROOT / 'docs'
 INSTALLED = 'tests/megatron/test_readme.py::test_install_zbpp_command'
 BY_README = 'tests/megatron/test_readme.py::test_zbpp_commands'

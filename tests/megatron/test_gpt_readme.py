@@ -18,6 +18,8 @@ import megatron_zbpp
 from megatron_zbpp.emulation.flags import CPU_FLAGS
 from megatron_zbpp.mcore import enabled
 
+pytestmark = pytest.mark.one_release
+
 README = (ROOT / 'examples' / 'gpt' / 'README.md').read_text()
 SETTING, *BLOCKS = re.findall(r'```bash\n(.*?)```', README, re.S)
 SNIPPETS = re.findall(r'```python\n(.*?)```', README, re.S)

@@ -10,9 +10,12 @@ import json
 from contextlib import contextmanager
 from unittest import mock
 
+import pytest
 from example import MODEL
 from example import run as run_stock
 from grids import grid
+
+pytestmark = pytest.mark.one_release
 
 COMMON = ['--num-layers', 4, '--pipeline-model-parallel-size', 2, '--global-batch-size', 8]
 COMMON += ['--train-iters', 4, '--eval-interval', 2, '--eval-iters', 1, '--clip-grad', 1e9]

@@ -6,10 +6,13 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 from commands import run
 from paths import ROOT
 
 from megatron_zbpp.ir.timeline import MEANING
+
+pytestmark = pytest.mark.one_release
 
 
 def quickstart():

@@ -18,6 +18,8 @@ from commands import run
 from nvidia import COMMON, SCRIPT, needs_training
 from paths import ROOT
 
+pytestmark = pytest.mark.one_release
+
 COMMANDS = pages.commands()
 # command: the file that runs it
 ELSEWHERE = {

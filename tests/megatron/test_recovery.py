@@ -15,6 +15,8 @@ from example import MODEL, run
 from paths import ROOT, SUPPORT
 from test_bad_input import survivors
 
+pytestmark = pytest.mark.one_release
+
 SCRIPT = SUPPORT / 'doomed.py'
 TIMEOUT = 60
 NUM_RANKS = 4

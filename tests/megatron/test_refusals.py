@@ -15,6 +15,8 @@ from megatron_zbpp.emulation import te
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import refusals
 
+pytestmark = pytest.mark.each_release
+
 HARMLESS = {
     'cuda_graph_impl': ['none', None],
     'transformer_impl': ['local'],

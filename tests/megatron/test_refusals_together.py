@@ -11,6 +11,8 @@ from supported import absent, refuses
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import refusals
 
+pytestmark = pytest.mark.each_release
+
 
 @pytest.mark.parametrize(
     'setting', [*OF_SLICES, 'mtp_num_layers', 'sft', refusals.OVERLAP, 'export_kd_teacher_load']

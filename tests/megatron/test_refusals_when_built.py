@@ -9,6 +9,8 @@ import torch
 from example import forget_groups
 from supported import refuses
 
+pytestmark = pytest.mark.each_release
+
 
 def hybrid_model(schedule, chunks):
     """Numbers of the layers that each chunk of a hybrid model has on this rank; or what is said.

@@ -12,6 +12,8 @@ from megatron_zbpp.cli import main
 from megatron_zbpp.ir.layout import layers_per_stage
 from megatron_zbpp.schedules import build
 
+pytestmark = pytest.mark.one_release
+
 HEAD, SEQUENCE = 64, 128
 OFF = 0.1  # that a stage may be, as a share of what it takes
 ITERATIONS = 4

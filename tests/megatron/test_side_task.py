@@ -14,6 +14,8 @@ from test_frozen import adapted
 
 from megatron_zbpp.schedules import build
 
+pytestmark = pytest.mark.one_release
+
 P, M = 4, 8
 TIMES = 0.02, 0.02, 0.02  # of F, B, W
 STEP = 0.002

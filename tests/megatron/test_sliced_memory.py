@@ -21,6 +21,8 @@ from megatron_zbpp.techniques.offload.place import offloaded
 from megatron_zbpp.techniques.recompute.place import recomputed
 from megatron_zbpp.techniques.slices.place import in_slices
 
+pytestmark = pytest.mark.one_release
+
 MICROBATCHES, SLICES, LENGTH, HIDDEN, HEADS, LAYERS = 4, 4, 64, 64, 4, 4
 
 

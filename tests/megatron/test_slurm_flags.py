@@ -10,6 +10,8 @@ import pytest
 from nvidia import CHECKOUT, needs_training
 from slurm import EXPERTS, FILES, launch, nodes
 
+pytestmark = pytest.mark.one_release
+
 
 @pytest.mark.parametrize('file', [*FILES, EXPERTS], ids=lambda file: file.stem)
 def test_torchrun_understands(file, tmp_path):

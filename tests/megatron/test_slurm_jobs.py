@@ -22,6 +22,7 @@ pytestmark = [
         slurm_cluster.missing() is not None, reason=f'no SLURM: {slurm_cluster.missing()}'
     ),
     pytest.mark.timeout(900),
+    pytest.mark.one_release,
 ]
 # the shape of gpt-1.5b: the first and the last stage have a layer fewer
 TOY = """

@@ -13,7 +13,7 @@ from nvidia import COMMON, needs_training, train
 
 from megatron_zbpp.mcore import enabled
 
-pytestmark = needs_training
+pytestmark = [needs_training, pytest.mark.one_release]
 
 NUM_RANKS = 4
 MICROBATCHES = 6

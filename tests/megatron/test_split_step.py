@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 from supported import WAITS, supports
 
+pytestmark = pytest.mark.each_release
+
 
 def refused(name, value):
     from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer

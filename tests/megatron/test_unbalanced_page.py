@@ -10,9 +10,12 @@ import sys
 from pathlib import Path
 
 import pages
+import pytest
 from commands import run
 from nvidia import COMMON, SCRIPT, needs_training
 from paths import ROOT
+
+pytestmark = pytest.mark.one_release
 
 PAGE = ROOT / 'docs' / 'unbalanced.md'
 FIVE = re.search(r'## In five commands\n.*?```bash\n(.*?)```', PAGE.read_text(), re.S)[1]

@@ -18,6 +18,8 @@ from megatron_zbpp.ir import BW, F, Pass, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.techniques.vocabulary.graph import HIDDEN, S, T
 
+pytestmark = pytest.mark.one_release
+
 RANKS, MICROBATCHES, WORDS, TOKENS, WIDTH = 4, 8, 32768, 16, 32
 FLOAT = 4
 

@@ -15,6 +15,8 @@ import megatron_zbpp
 from megatron_zbpp.schedules import build, find, registry
 from megatron_zbpp.techniques.composition import techniques_of
 
+pytestmark = pytest.mark.each_release
+
 # Prints which modules of ours a fresh process has once it has run the line.
 LOADED = """
 import sys

@@ -10,6 +10,8 @@ from paths import ROOT
 
 import megatron_zbpp
 
+pytestmark = pytest.mark.each_release
+
 EXAMPLES = sorted((ROOT / 'examples' / 'gpt').glob('*.py'))
 
 

@@ -1,4 +1,4 @@
-"""What runs side by side takes a share of the cases each; together they take all."""
+"""Legs of CI: one runs each case, one a case of each test; or each takes a share of the cases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import example
 import models
 import nvidia
 import pytest
-from grids import Share
+from grids import Share, beside_another
 from paths import ROOT
 
 FILE = 'tests/megatron/test_bpipe.py'
@@ -55,6 +55,45 @@ def test_releases_count_by_themselves(fixture):
     oldest = {item.callspec.params['case'] for item in taken('2-3/3', items[:4], items)}
     newest = {item.callspec.params['case'] for item in taken('1/3', items[4:], items)}
     assert sorted([*oldest, *newest]) == [0, 1, 2, 3]
+
+
+def case(test, name, *marks, skipped=False):
+    """An item with `marks`, as pytest collects it."""
+    found = {each: (SimpleNamespace(args=()),) for each in marks}
+    found['skipif'] = (SimpleNamespace(args=(skipped,)),)
+    return Item(
+        nodeid=f'{test}[{name}]' if name else test,
+        get_closest_marker=lambda mark: next(iter(found.get(mark, ())), None),
+        iter_markers=lambda mark: iter(found.get(mark, ())),
+    )
+
+
+def test_one_case_of_each_test():
+    """The first that runs here: it is not lost where a mark skips those before it."""
+    items = [
+        case('a', 'dense-zb-v'),
+        case('a', 'experts-zb-v'),
+        case('b', 'needs a release', skipped=True),
+        case('b', 'any release'),
+        case('b', 'any other'),
+        case('c', ''),
+        case('differs', '1', 'each_release'),
+        case('differs', '2', 'each_release'),
+        case('takes long', '1', 'one_release'),
+        case('takes long, too', '', 'one_release'),
+    ]
+    left_out = beside_another(items)
+    kept = [item.nodeid for item in items if item not in left_out]
+    shown = ['a[dense-zb-v]', 'b[needs a release]', 'b[any release]', 'c']
+    assert kept == [*shown, 'differs[1]', 'differs[2]']
+
+
+def test_one_case_is_asked_for():
+    """Where tests are collected: each function that runs here has one case."""
+    whole, one = collected(), collected('--one-case')
+    names = [name.partition('[')[0] for name in one]
+    assert one < whole and sorted(set(names)) == sorted(names)
+    assert {*names} == {name.partition('[')[0] for name in whole}
 
 
 def taken(share, of_release, items):

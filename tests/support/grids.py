@@ -1,6 +1,7 @@
 """Grids of cases: each run takes some that cover every row, `--full` takes them all.
 
-Where several releases are tested side by side, each run takes a share of the cases (`--share`).
+Where several releases are tested side by side, one of them runs every case, and the others one case
+of each test (`--one-case`). Or each takes a share of the cases (`--share`).
 """
 
 from __future__ import annotations
@@ -87,3 +88,25 @@ class Share(NamedTuple):
             for place, item in enumerate(found)
             if not self.first <= place % self.parts + 1 <= self.last
         }
+
+
+def beside_another(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Return the cases that a run can spare where one with another release has them all.
+
+    It keeps of each test the first case that no mark skips here, whatever the parameters; all cases
+    of tests that are marked `each_release`, and none of those that are marked `one_release`.
+    """
+    left_out, kept = set(), set()
+    for item in items:
+        test = item.nodeid.partition('[')[0]
+        if item.get_closest_marker('each_release'):
+            continue
+        if item.get_closest_marker('one_release') or test in kept:
+            left_out.add(item)
+        elif not _skipped_by_mark(item):
+            kept.add(test)
+    return left_out
+
+
+def _skipped_by_mark(item: pytest.Item) -> bool:
+    return any(any(mark.args) for mark in item.iter_markers('skipif'))

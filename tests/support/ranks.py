@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-_MOST_THREADS = 24  # of a rank between two calls
+# of a rank between two calls; and how many more than the last look has left, before the next look
+_MOST_THREADS, _MORE_THREADS = 24, 12
 # with so many left, ranks start anew: on what holds their groups Python has no hold; more where
 # tests of a module keep Megatron's groups for each other
 _TOO_MANY, _WITH_KEPT = 60, 150
@@ -254,6 +255,7 @@ def _serve(
     os.environ.setdefault('LOCAL_RANK', str(rank))
     if make_ready is not None:
         make_ready()
+    most = _MOST_THREADS
     while True:
         try:
             function, args = connection.recv()
@@ -266,11 +268,13 @@ def _serve(
             connection.send((False, value, keeps))
         except BaseException:  # reported to the test, SystemExit included
             connection.send((True, traceback.format_exc(), keeps))
-        if not keeps and psutil.Process().num_threads() > _MOST_THREADS:
+        if not keeps and psutil.Process().num_threads() > most:
             let_go()
-            if psutil.Process().num_threads() > _MOST_THREADS:  # held by what was in use before
+            if psutil.Process().num_threads() > most:  # held by what was in use before
                 gc.unfreeze()
                 let_go()
+            # a look takes longer than most calls, and what one has left the next leaves, too
+            most = max(_MOST_THREADS, psutil.Process().num_threads() + _MORE_THREADS)
 
 
 def _keeps_groups() -> bool:

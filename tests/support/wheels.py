@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -53,7 +54,12 @@ def unpacked(package: str, version: str, *options: str) -> Path:
             pytest.skip(f'{package} {version} cannot be downloaded: {last}')
         (wheel,) = part.glob('*.whl')
         zipfile.ZipFile(wheel).extractall(part)
-        part.rename(folder)
+        try:
+            part.rename(folder)
+        except OSError:  # another worker of the tests was first
+            if not folder.exists():
+                raise
+            shutil.rmtree(part)
     return folder
 
 

@@ -1,0 +1,9 @@
+"""What surrounds the package: no release of Megatron decides it."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(pytest.mark.one_release)
