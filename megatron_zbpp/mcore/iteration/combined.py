@@ -19,7 +19,7 @@ import torch
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.iteration.stages import ModelStage
-from megatron_zbpp.mcore.refusals import OVERLAP
+from megatron_zbpp.mcore.model_settings import OVERLAP
 from megatron_zbpp.runtime.stage import Backward, Forward, MaybeTensor
 
 _ASKS_FOR_A_PLAN = 'return_schedule_plan'

@@ -21,8 +21,8 @@ from megatron.core.utils import get_model_config
 from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.iteration.executors import Data, Executors
 from megatron_zbpp.mcore.iteration.stages import Call
+from megatron_zbpp.mcore.model_settings import captured, scales_late
 from megatron_zbpp.mcore.patches.dummy_gradients import ADDED
-from megatron_zbpp.mcore.refusal import captured, scales_late
 from megatron_zbpp.mcore.side_effects import SideEffects
 from megatron_zbpp.post_validation.replay import ReplayIterator
 from megatron_zbpp.runtime.alone import NoPeers, one_microbatch

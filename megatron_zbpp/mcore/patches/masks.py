@@ -2,7 +2,7 @@
 
 NVIDIA's scripts read batches on the first and the last stage alone; layers between would take the
 plain causal mask. By Megatron's 1F1B on two ranks both stages are such ends, and all layers have
-the masks. With several chunks a rank the stages between read them, too: see `refusals.needs_masks`.
+the masks. With several chunks a rank the stages between read them, too: see `needs_masks`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from megatron.core import parallel_state
 
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore import compat, refusals
+from megatron_zbpp.mcore import compat, model_settings
 from megatron_zbpp.mcore.patches.registry import Patch
 
 
@@ -43,4 +43,4 @@ def given_to_all(placement: Callable[[int], Placement]) -> bool:
     """
     ranks = parallel_state.get_pipeline_model_parallel_world_size()
     chunks = placement(ranks).num_chunks if ranks > 1 else 1
-    return chunks > 1 and refusals.needs_masks(compat.training_arguments())
+    return chunks > 1 and model_settings.needs_masks(compat.training_arguments())

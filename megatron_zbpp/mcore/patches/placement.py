@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore import compat, superseded
+from megatron_zbpp.mcore import compat, preflight
 from megatron_zbpp.mcore.building import chunk_being_built, name_of, of_one_chunk
 from megatron_zbpp.mcore.layout import StageLayout, require_placed
 from megatron_zbpp.mcore.patches import masks
@@ -181,7 +181,7 @@ def _refusing(original: Callable, placement: Placements) -> Callable:
     @functools.wraps(original)
     def __init__(self: LanguageModule, config: Any, *args: Any, **kwargs: Any) -> None:
         if config.pipeline_model_parallel_size > 1:
-            for each in superseded.drop(config):
+            for each in preflight.take_back(config):
                 job_log.info(each)
             require_placed(self, placement(config.pipeline_model_parallel_size), config)
         original(self, config, *args, **kwargs)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megatron_zbpp.mcore.iteration.arguments import Arguments, same
 from megatron_zbpp.mcore.iteration.batch import Batch, NextIteration
 from megatron_zbpp.mcore.iteration.preparation import prepare
+from megatron_zbpp.mcore.job.rules import WAIT
 from megatron_zbpp.mcore.post_validation.agreement import RANDOM, Agreement
-from megatron_zbpp.mcore.post_validation.barriers import WAIT
 from megatron_zbpp.mcore.post_validation.entry_state import EntryState
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.side_effects import FIRST, SideEffects, watched_of

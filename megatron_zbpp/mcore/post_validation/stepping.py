@@ -14,9 +14,9 @@ from megatron.core.utils import get_model_config
 
 from megatron_zbpp.analysis.run_ahead import rank_order
 from megatron_zbpp.mcore.iteration.arguments import Arguments
+from megatron_zbpp.mcore.job.rules import WAIT
 from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.post_validation import split_step, waiting
-from megatron_zbpp.mcore.post_validation.barriers import WAIT
 from megatron_zbpp.mcore.post_validation.next_iteration import ForwardsAhead
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.post_validation.partial_state import PartialReduction
