@@ -27,7 +27,7 @@ def refused(
     on_cpu: bool = False,
     with_te: bool = False,
     by_bridge: bool = False,
-    others: tuple[Any, ...] = (),
+    others: Any = (),
 ) -> tuple[Refusal, ...]:
     """Return all that is refused.
 
@@ -39,7 +39,7 @@ def refused(
         on_cpu: also what only a GPU can.
         with_te: on a CPU, Transformer Engine is there, its kernels emulated.
         by_bridge: also what Megatron-Bridge has otherwise.
-        others: objects that have settings which `settings` lacks.
+        others: a tuple of objects that have settings which `settings` lacks.
 
     Raises:
         ValueError: sequences cannot be sliced so.
