@@ -9,16 +9,15 @@ from __future__ import annotations
 import os
 import re
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from megatron_zbpp.ir import Placement, Schedule
-from megatron_zbpp.mcore import preflight, refusals, superseded
+from megatron_zbpp.mcore import model_settings, preflight
 from megatron_zbpp.mcore.command_line import sizes
 from megatron_zbpp.mcore.command_line.naming import FLAG_OF, renaming
+from megatron_zbpp.mcore.job import rules_table
 from megatron_zbpp.mcore.layout import BRIDGE_FIELDS, StageLayout
-from megatron_zbpp.mcore.optimizer.barriers import barriers
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.runtime.log import job_log
@@ -40,15 +39,8 @@ _CALLED = {
 _OF_TRAINING = ('micro_batch_size', 'global_batch_size', 'rampup_batch_size')
 _OPTIONS = ('exit_duration_in_mins', 'exit_signal_handler')
 # what `config.comm_overlap` writes into the model's configuration when Bridge validates it
-_OVERLAPS = ('tp_comm_overlap', refusals.OVERLAP, *superseded.NAMES)
-_DECENTRALIZED = (
-    'its groups are made without asking where the schedule has its stages',
-    'leave it False',
-)
-_HYBRID = (
-    "Bridge's hybrid models have one chunk on a rank",
-    'take a schedule that has one, such as zb-h1',
-)
+_TAKEN_BACK = rules_table.settings(rules_table.SUPERSEDED)
+_OVERLAPS = ('tp_comm_overlap', model_settings.OVERLAP, *_TAKEN_BACK)
 
 
 def _by_fields(message: str) -> str:
@@ -101,7 +93,9 @@ def prepare(config: Any, settings: Settings) -> Settings:
             "train in NVIDIA's loop or your own, or take a synchronous schedule, such as zb-v"
         )
     placement = programs.placement(ranks)
-    reasons = dict.fromkeys(map(str, _refused(config, args, placement, programs)))
+    machine = preflight.machine()
+    refused = preflight.refused(args, programs, ranks, **machine, by_bridge=True)
+    reasons = dict.fromkeys(map(str, refused))
     if reasons:
         raise NotImplementedError(f'with schedule {programs.key}, ' + '. '.join(reasons))
     counts = sizes.microbatches(args, int(os.environ.get('WORLD_SIZE', 1)))
@@ -109,17 +103,17 @@ def prepare(config: Any, settings: Settings) -> Settings:
     if found:
         job_log.info(found)
         programs = Programs(settings)
-    programs.join(getattr(args, refusals.OVERLAP, False))
+    programs.join(getattr(args, model_settings.OVERLAP, False))
     for count in sorted(counts):
         programs.lowered(ranks, count, forward_only=False)
     sizes.require_every_size(args, int(os.environ.get('WORLD_SIZE', 1)), programs)
     taken = (_transformer(config), config.comm_overlap)
-    words = (each for held in taken for each in superseded.drop(held, programs.splits(ranks)))
+    words = (each for held in taken for each in preflight.take_back(held, programs.splits(ranks)))
     for each in dict.fromkeys(words):
         job_log.info(each)
     _place_layers(_transformer(config), args, placement)
     if settings.post_validation is not None:
-        for each in barriers(args, placement):
+        for each in preflight.barriers(args, placement):
             job_log.warning(f'all ranks wait: {each}')
     return settings
 
@@ -156,6 +150,7 @@ def _arguments(config: Any) -> Namespace:
         'async_save': config.checkpoint.async_save,
         'use_megatron_fsdp': config.dist.use_megatron_fsdp or config.ddp.use_megatron_fsdp,
         'use_torch_fsdp2': config.dist.use_torch_fsdp2,
+        'dist.use_decentralized_pg': config.dist.use_decentralized_pg,
     }
     return Namespace(**values)
 
@@ -168,17 +163,6 @@ def _overlaps(config: Any) -> dict[str, bool]:
     # else Bridge warns, and leaves it
     values['tp_comm_overlap'] &= model.tensor_model_parallel_size > 1 and model.sequence_parallel
     return values
-
-
-def _refused(
-    config: Any, args: Namespace, placement: Placement, programs: Programs
-) -> Iterator[refusals.Refusal]:
-    if config.dist.use_decentralized_pg:
-        yield refusals.Refusal('dist.use_decentralized_pg', True, *_DECENTRALIZED)
-    if args.hybrid_layer_pattern and placement.num_chunks > 1:
-        yield refusals.Refusal('hybrid_layer_pattern', args.hybrid_layer_pattern, *_HYBRID)
-    ranks = args.pipeline_model_parallel_size
-    yield from preflight.refused(args, programs, ranks, **preflight.machine())
 
 
 def _place_layers(model: Any, args: Namespace, placement: Placement) -> None:

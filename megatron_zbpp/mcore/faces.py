@@ -9,7 +9,7 @@ Megatron; this module imports none of them, and so names their types in comments
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -73,10 +73,6 @@ class Face:
     def patches(self) -> Iterator[Any]:
         """Yield the patches of Megatron, before models are built."""
         yield from ()
-
-    def refused(self, models: Sequence[torch.nn.Module]) -> Iterable[Any]:
-        """Return unsupported settings of wrapped models."""
-        return ()
 
     def require(self, chunk: torch.nn.Module) -> None:
         """Raise NotImplementedError for a chunk, unwrapped, that does not train so."""

@@ -21,7 +21,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.layout import layout_string
-from megatron_zbpp.mcore import building, compat, refusals
+from megatron_zbpp.mcore import building, compat, model_settings
 
 # They divide their pattern among the stages, and have no layout.
 _HYBRID_MODELS = ('HybridModel', 'MambaModel')
@@ -220,7 +220,7 @@ def require_placed(model: torch.nn.Module, placement: Placement, config: Any = N
     if name is not None and compat.segments_module() is not None:
         return  # their pattern is their layout; see patches.placement
     if name is not None:
-        reason, cure = refusals.IN_A_LOOP
+        reason, cure = model_settings.IN_A_LOOP
         raise NotImplementedError(f'{name} does not work with this schedule: {reason}; {cure}')
     layout = (config or model.config).pipeline_model_parallel_layout
     if not isinstance(layout, StageLayout) or layout.placement != placement:

@@ -62,24 +62,6 @@ def _as_taken(order: Sequence[tuple[Pass, int]], num_chunks: int) -> bool:
     return all(alike)
 
 
-def forgets(settings: Any, num_stages: int) -> bool:
-    """Return whether it would take a chunk for finished after its first module.
-
-    From the second iteration on what runs back first stays on the device: of each module the last
-    one in its chunk. In chunks of one layer that is all of them; and releases that keep no note of
-    modules that stay then have the next module of that layer in the next chunk.
-
-    Args:
-        settings: of the model.
-        num_stages: of the pipeline, chunks of all ranks.
-    """
-    if not getattr(settings, SETTING, False) or len(getattr(settings, MODULES, None) or ()) < 2:
-        return False
-    from megatron_zbpp.mcore import compat  # imports Megatron, which plans do without
-
-    return settings.num_layers < 2 * num_stages and compat.forgets_modules_that_stay()
-
-
 def end(config: Any, trained: bool) -> None:
     """Let it forget an iteration that has ended, as Megatron's own functions do.
 

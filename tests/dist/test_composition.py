@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from refused_settings import refused
 from stages import reference
 from test_partners import Iterations
 from test_sliced_passes import ORDERS, execute, in_turn, schedule_of
@@ -19,7 +20,6 @@ from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.cli import main
 from megatron_zbpp.ir import Schedule, Task
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.mcore import refusals
 from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques import ASKED, NAMES, find
 from megatron_zbpp.techniques.base import with_copies
@@ -138,9 +138,9 @@ def test_refused_beside_pairs_that_run_as_one(name):
     """Megatron's arguments are asked, by all who ask: there pairs run as one."""
     clash = CLASHES[OVERLAP, name]
     asked = SimpleNamespace(overlap_moe_expert_parallel_comm=True)
-    found = [*refusals.refused(asked, techniques={name}, joins=True)]
+    found = refused(asked, techniques={name}, joins=True)
     assert [each.reason for each in found] == [clash.reason]
-    assert not [*refusals.refused(asked, joins=True)]
+    assert not refused(asked, joins=True)
 
 
 @pytest.mark.parametrize(

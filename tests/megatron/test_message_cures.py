@@ -20,7 +20,7 @@ import raised
 from cures import ROWS
 from cures.files import write_files
 from cures.row import Row
-from cures.untried import ELSEWHERE, OF_SOME_RELEASES, UNTRIED
+from cures.untried import ELSEWHERE, UNTRIED
 from paths import ROOT
 
 # what is looked through for messages
@@ -50,13 +50,11 @@ class Tried:
         said: by what was given; None: nothing was refused.
         places: where it was raised.
         cured: what was said with each cure; None: nothing.
-        refuses: see `Row`.
     """
 
     said: str | None
     places: tuple[raised.Place, ...]
     cured: tuple[str | None, ...]
-    refuses: bool
 
 
 def try_rows(folder: str) -> dict[str, Tried]:
@@ -81,10 +79,9 @@ def try_rows(folder: str) -> dict[str, Tried]:
 
 
 def tried(row: Row) -> Tried:
-    with raised.refusals_made() as made:
-        said, error = words(row.given)
-    places = (*made, *(() if error is None else raised.places(error)))
-    return Tried(said, places, tuple(words(cure)[0] for cure in row.cures), row.refuses())
+    said, error = words(row.given)
+    places = () if error is None else tuple(raised.places(error))
+    return Tried(said, places, tuple(words(cure)[0] for cure in row.cures))
 
 
 def words(ask: Callable) -> tuple[str | None, Exception | None]:
@@ -109,8 +106,7 @@ def test_each_cure(found, name):
     row, was = ROWS[name], found[name]
     assert row.cures
     assert was.cured == (None,) * len(row.cures)
-    assert (was.said is not None) == was.refuses
-    assert was.said is None or row.said in was.said
+    assert was.said is not None and row.said in was.said
 
 
 def test_each_message_is_tried(found):
@@ -120,7 +116,7 @@ def test_each_message_is_tried(found):
     left = [each for each in every if not any(each.holds(place) for place in places)]
     nowhere = [each for each in left if not any(map(each.is_called, ELSEWHERE))]
     assert len(every) > 130 and 10 * len(nowhere) < len(every)
-    listed = (*ELSEWHERE, *UNTRIED, *OF_SOME_RELEASES)
+    listed = (*ELSEWHERE, *UNTRIED)
     assert [each for each in left if not any(map(each.is_called, listed))] == []
     idle = [name for name in (*ELSEWHERE, *UNTRIED) if not any(s.is_called(name) for s in left)]
     assert idle == []

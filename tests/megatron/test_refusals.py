@@ -1,111 +1,153 @@
-"""What is refused exists, is refused by name before anything starts, and has a cure that exists."""
+"""Each rule holds by name before anything starts, and its cures cure: a row is its own test."""
 
 from __future__ import annotations
 
 import os
+import re
+from enum import Enum
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 from paths import ROOT
-from refused_settings import CASES, WITHOUT_TE, cured
+from refused_settings import (
+    BASE,
+    ELSE,
+    WHERE,
+    case_of,
+    conditions_of,
+    cured,
+    harmless,
+    in_this_release,
+    refused,
+)
 from supported import refuses
 
 from megatron_zbpp.emulation import te
-from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore import refusals
+from megatron_zbpp.mcore.job.rules import REFUSED, by_flags
+from megatron_zbpp.mcore.job.rules_table import CONDITIONS, GROUPED_VARIABLE, RULES, settings
 
 pytestmark = pytest.mark.each_release
 
-HARMLESS = {
-    'cuda_graph_impl': ['none', None],
-    'transformer_impl': ['local'],
-    'attention_backend': ['auto', 'unfused', SimpleNamespace(name='local')],
-    'context_parallel_size': [1],
-    'tensor_parallel_num_weight_shards': [None, 1],
-    'expert_tensor_parallel_num_weight_shards': [None, 1],
-}
+# rules of which the page of support has a line for each setting
+SHOWN = ('W passes', 'W passes or graphs that are not `local`', 'several chunks a rank')
+SHOWN += ('', 'all but `dualpipe-v`', 'chunks that run back in another order')
+ROWS = [(rule, name) for rule in RULES for name in rule.settings]
+IDS = [f'{rule.effect}-{rule.when.text}-{name}' for rule, name in ROWS]
 
 
-def shown(setting, value):
-    """The case, and what the page of support says of it; nothing of what a GPU can."""
-    found = refusals.refused(SimpleNamespace(**{setting: value}), placement=Placement.v(2))
-    marks = [refuses(f'`{each.setting}`', each.reason) for each in found]
-    return pytest.param(setting, value, marks=marks, id=f'{setting}-{value}')
+def shown(rule, name):
+    """The row, and what the page of support says of it; nothing of what a GPU can."""
+    claimed = rule.effect == REFUSED and rule.when.text in SHOWN and isinstance(rule.reason, str)
+    marks = [refuses(f'`{name}`', by_flags(rule.reason))] if claimed else []
+    return pytest.param(rule, name, marks=marks)
 
 
-@pytest.mark.parametrize(('setting', 'value'), [shown(*case) for case in CASES])
-def test_each_is_named(setting, value):
-    found = list(
-        refusals.refused(SimpleNamespace(**{setting: value}), True, placement=Placement.v(2))
-    )
-    assert [each.setting for each in found] == [setting]
-    assert str(found[0]).startswith(f'{setting}={getattr(value, "name", value)}: ')
-    assert found[0].reason and found[0].cure in str(found[0])
+@pytest.mark.parametrize(('rule', 'name'), [shown(*row) for row in ROWS], ids=IDS)
+def test_each_is_named(rule, name):
+    """With its value, reason and cure; each cure that it names, done by itself, ends that."""
+    case = case_of(rule, name)
+    found = case.said(rule)
+    assert bool(found) == in_this_release(rule)
+    for each in found:
+        reason = each.reason if callable(rule.reason) else by_flags(rule.reason)
+        assert str(each).startswith(f'{name}={case.values[name]}: {reason}')
+        assert reason and each.cure == by_flags(rule.cure) and each.cure in str(each)
+    done = cured(case, rule)
+    assert bool(done) == bool(rule.cure)
+    for each in done:
+        assert each != case and not each.said(rule), each
+
+
+@pytest.mark.parametrize(('rule', 'name'), ROWS, ids=IDS)
+def test_each_condition_is_needed(rule, name):
+    """And the value: what is not set, or has another, has no effect."""
+    for each in conditions_of(rule):
+        if each in ELSE:
+            assert not case_of(rule, name).with_(ELSE[each]).said(rule), each
+        elif each in WHERE or each.startswith('`'):
+            assert not case_of(rule, name, but=each).said(rule), each
+    for value in harmless(rule):
+        assert not case_of(rule, name).with_({'own': value}).said(rule), value
+
+
+def test_all_conditions_are_of_rows():
+    """And the tests above leave out each, but for those that who asks knows to be true."""
+    used = {each for rule in RULES for each in conditions_of(rule)}
+    assert {*CONDITIONS} - used == {'every schedule'}
+    left = {each for each in used - {*WHERE, *ELSE} if not re.search(r'`|\d', each)}
+    assert left == {'post-validation', 'post-validation and asynchronous schedules'}
+
+
+def test_all_settings_are_listed():
+    """Of those that are refused: doctor's parser without Megatron knows them."""
+    listed = settings()
+    named = {'rerun_mode', 'optimizer_cpu_offload', 'moe_router_enable_expert_bias'}
+    assert named | {'offload_modules', 'tp_comm_overlap'} <= {*listed}
+    assert len({*listed}) == len(listed) and 'dist.use_decentralized_pg' not in listed
 
 
 def test_one_place_asks():
     """Flags, doctor, Bridge and the first call give it their settings alone."""
-    askers = {'refusals.refused(': set(), 'preflight.refused(': set()}
+    askers = {'rules_table.REFUSALS': set(), 'preflight.refused(': set()}
     for file in (ROOT / 'megatron_zbpp').rglob('*.py'):
         for asked, found in askers.items():
             if asked in file.read_text():
                 found.add(file.stem)
-    assert askers['refusals.refused('] == {'preflight'}
+    assert askers['rules_table.REFUSALS'] == {'preflight'}
     assert askers['preflight.refused('] == {'plan_layout', 'dry_run', 'bridge', 'preparation'}
 
 
-@pytest.mark.parametrize(('setting', 'value'), CASES, ids=str)
-def test_cures_cure(setting, value):
-    """What a refusal says to do, done, is no more refused."""
-    for on_cpu in (False, True):
-        settings = SimpleNamespace(**{setting: value})
-        for found in refusals.refused(settings, on_cpu, placement=Placement.v(2)):
-            again = cured(settings, found)
-            assert again != settings, found.cure
-            assert not list(refusals.refused(again, on_cpu, placement=Placement.v(2)))
+class Backend(Enum):
+    """As Megatron has one for attention."""
+
+    flash = 1
+    local = 2
 
 
-@pytest.mark.parametrize('setting', refusals.settings())
-def test_what_is_not_set_is_not_refused(setting):
-    for value in HARMLESS.get(setting, [None, False, 0]):
-        found = refusals.refused(
-            SimpleNamespace(**{setting: value}), True, placement=Placement.v(2)
-        )
-        assert not list(found)
+def test_values_of_an_enum_are_their_names():
+    (found,) = refused(SimpleNamespace(attention_backend=Backend.flash), True, **HOW)
+    assert str(found).startswith('attention_backend=flash: ')
+    assert not refused(SimpleNamespace(attention_backend=Backend.local), True, **HOW)
 
 
-def test_a_gpu_can_more():
-    everything = SimpleNamespace(**dict(CASES))
-    vee = Placement.v(2)
-    here = {each.setting for each in refusals.refused(everything, placement=vee)}
-    there = {each.setting for each in refusals.refused(everything, on_cpu=True, placement=vee)}
-    assert there == set(WITHOUT_TE) and here < there
-    needs_gpu = {'fp8', 'use_flash_attn', 'moe_grouped_gemm', 'context_parallel_size'}
-    assert needs_gpu | {'transformer_impl', 'attention_backend'} <= there - here
+def test_the_first_source_that_has_a_setting_answers():
+    """The model's config, the DDP's, then the arguments of NVIDIA's loop."""
+    from dataclasses import replace
+
+    from megatron_zbpp.mcore.job.rules import check
+    from megatron_zbpp.mcore.job.rules_table import REFUSALS
+
+    off, on = SimpleNamespace(use_megatron_fsdp=False), SimpleNamespace(use_megatron_fsdp=True)
+    for sources, wanted in (((off, on), []), ((object(), None, on), ['use_megatron_fsdp'])):
+        found = check(replace(BASE, sources=sources), REFUSALS)
+        assert [each.setting for each in found] == wanted
+
+
+HOW = {'joins': True, 'in_order': True, 'splits': False}
 
 
 def test_emulated_transformer_engine_can_more(monkeypatch, tmp_path):
     layers = SimpleNamespace(transformer_impl='transformer_engine', moe_grouped_gemm=True)
-    assert len(list(refusals.refused(layers, on_cpu=True))) == 2
-    assert not list(refusals.refused(layers, on_cpu=True, with_te=True))
+    assert len(list(refused(layers, on_cpu=True))) == 2
+    assert not list(refused(layers, on_cpu=True, with_te=True))
     monkeypatch.setattr(te, '_CHECKOUT', tmp_path)  # a wheel has no kernels to emulate them with
-    found = [each.reason for each in refusals.refused(layers, on_cpu=True)]
+    found = [each.reason for each in refused(layers, on_cpu=True)]
     assert len(found) == 2 and all('run from a checkout' in text for text in found)
     for recipe in ('tensorwise', 'blockwise', 'mxfp8'):
         fp8 = SimpleNamespace(fp8='hybrid', fp8_recipe=recipe)
-        assert [r.setting for r in refusals.refused(fp8, on_cpu=True)] == ['fp8']
-        found = [str(each) for each in refusals.refused(fp8, on_cpu=True, with_te=True)]
+        assert [r.setting for r in refused(fp8, on_cpu=True)] == ['fp8']
+        found = [str(each) for each in refused(fp8, on_cpu=True, with_te=True)]
         cure = f'fp8_recipe={recipe}: its kernels need a GPU; give --fp8-recipe tensorwise'
         assert found == ([] if recipe == 'tensorwise' else [cure])
     flash = SimpleNamespace(attention_backend='flash', transformer_impl='inference_optimized')
-    refused = [each.setting for each in refusals.refused(flash, on_cpu=True, with_te=True)]
-    assert refused == ['transformer_impl', 'attention_backend']
+    found = [each.setting for each in refused(flash, on_cpu=True, with_te=True)]
+    assert found == ['transformer_impl', 'attention_backend']
 
 
 def test_attention_of_a_spec_may_split_the_sequence():
     own = SimpleNamespace(context_parallel_size=2, spec=['specs', 'context'])
-    assert not list(refusals.refused(own, on_cpu=True))
+    assert not list(refused(own, on_cpu=True))
 
 
 @pytest.mark.parametrize(
@@ -124,30 +166,30 @@ def test_weights_sharded_further(shards, sizes, which):
     dense, experts = (f'{kind}_parallel_num_weight_shards' for kind in ('tensor', 'expert_tensor'))
     sized = {'tensor_model_parallel_size': sizes[0], 'expert_tensor_parallel_size': sizes[1]}
     args = SimpleNamespace(**{dense: shards[0], experts: shards[1]}, **sized)
-    found = [each.setting for each in refusals.refused(args)]
+    found = [each.setting for each in refused(args)]
     assert found == [f'{kind}_parallel_num_weight_shards' for kind in which]
-    assert not list(refusals.refused(args, splits=False))
+    assert not list(refused(args, splits=False))
 
 
-@refuses(f'`{refusals.GROUPED_VARIABLE}=1`', "W passes cannot keep Transformer Engine's Grouped")
+@refuses(f'`{GROUPED_VARIABLE}=1`', "W passes cannot keep Transformer Engine's Grouped")
 def test_grouped_tensors_by_the_environment():
     """Of experts, until 0.19: Megatron's main branch tells Transformer Engine itself."""
     experts = SimpleNamespace(moe_grouped_gemm=True)
     for value, wanted in (('1', True), ('0', False), ('', False)):
-        with mock.patch.dict(os.environ, {refusals.GROUPED_VARIABLE: value}):
-            found = [str(each) for each in refusals.refused(experts)]
-            assert [refusals.GROUPED_VARIABLE in each for each in found] == [True] * wanted
-            assert not list(refusals.refused(experts, splits=False))
-            assert not list(refusals.refused(SimpleNamespace(moe_grouped_gemm=False)))
+        with mock.patch.dict(os.environ, {GROUPED_VARIABLE: value}):
+            found = [str(each) for each in refused(experts)]
+            assert [GROUPED_VARIABLE in each for each in found] == [True] * wanted
+            assert not list(refused(experts, splits=False))
+            assert not list(refused(SimpleNamespace(moe_grouped_gemm=False)))
             told = SimpleNamespace(moe_grouped_gemm=True, moe_use_grouped_tensor=False)
-            assert not list(refusals.refused(told))
+            assert not list(refused(told))
 
 
 def test_without_w_passes_more_may_be():
     experts = {'overlap_dispatch_backward_with_experts_wgrad': True}
     args = SimpleNamespace(tp_comm_overlap=True, cuda_graph_impl='local', **experts)
-    found = [str(each) for each in refusals.refused(args)]
+    found = [str(each) for each in refused(args)]
     assert len(found) == 3 and all('1f1b' in each for each in found)
-    assert not list(refusals.refused(args, splits=False))
+    assert not list(refused(args, splits=False))
     args = SimpleNamespace(cuda_graph_impl='local', cuda_graph_scope=['full_iteration'])
-    assert list(refusals.refused(args, splits=False))
+    assert list(refused(args, splits=False))

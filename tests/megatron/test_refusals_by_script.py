@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 
 import pytest
 from nvidia import COMMON, SCRIPT, known, launch, needs_training
 from outcome import of_all, refusal
-from refused_settings import CASES, OF_SOME
+from refused_settings import OF_SOME
 
-from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore import refusals
+from megatron_zbpp.mcore.job.rules import by_flags
+from megatron_zbpp.mcore.job.rules_table import REFUSALS, settings
+
+OURS = {f'--pipeline-{name}' for name in ('offload', 'vocab-parallel', 'dropout-seeds')}
 
 
 @needs_training
 def test_each_exists(ranks):
     """In this release; or it is known to be of others."""
     found, _ = ranks(2).run(known)
-    cures = ' '.join(
-        str(each)
-        for each in refusals.refused(SimpleNamespace(**dict(CASES)), True, placement=Placement.v(2))
-    )
-    wanted = {*refusals.settings(), *re.findall(r'--[a-z0-9-]+', cures)}
+    cures = by_flags(' '.join(rule.cure for rule in REFUSALS))
+    wanted = {*settings(), *re.findall(r'--[a-z0-9-]+', cures)}
     assert '--no-rope-fusion' in wanted
-    assert wanted - found <= {*OF_SOME, '--pipeline-offload'}  # ours
+    assert wanted - found <= {*OF_SOME, *OURS}
 
 
 @needs_training

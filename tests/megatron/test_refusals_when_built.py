@@ -169,3 +169,48 @@ def test_layers_must_be_laid_out(ranks, late):
         assert 'of this GPTModel are not laid out' in said
         assert 'pipeline_model_parallel_layout with 4 stages' in said
     assert ranks(2).run(not_laid_out, 'zb-interleaved', late) == [None, None]
+
+
+def first_call(schedule, config, of_ddp=None, of_loop=None):
+    """What the first call says of settings of the model, of its DDP, and of NVIDIA's loop."""
+    from unittest import mock
+
+    from megatron_zbpp.mcore import compat
+    from megatron_zbpp.mcore.iteration import preparation
+    from megatron_zbpp.mcore.programs import Programs
+    from megatron_zbpp.mcore.settings import Settings
+
+    model = SimpleNamespace(ddp_config=of_ddp and SimpleNamespace(**of_ddp))
+    call = SimpleNamespace(models=[model], forward_only=False, num_microbatches=4)
+    call.adjust_tensor_shapes_fn = None
+    session = SimpleNamespace(programs=Programs(Settings(schedule)))
+    args = of_loop and SimpleNamespace(**of_loop)
+    with mock.patch.object(compat, 'training_arguments', lambda: args):
+        try:
+            preparation._allow(session, call, SimpleNamespace(**config), 2)
+        except NotImplementedError as error:
+            return str(error)
+    return ''
+
+
+@pytest.mark.parametrize(
+    ('schedule', 'where', 'wanted'),
+    [
+        ('zb-h1', [{}], []),
+        ('zb-h1', [{'tp_comm_overlap': 1, 'moe_paged_stash': 1}], ['moe_paged_stash', 'tp_comm']),
+        ('zb-h1', [{}, {'use_megatron_fsdp': True}], ['use_megatron_fsdp=True']),
+        (
+            'pipedream',
+            [{}, None, {'rerun_mode': 'report_stats', 'optimizer_cpu_offload': True}],
+            ['optimizer_cpu_offload=True', 'rerun_mode=report_stats'],
+        ),
+        ('zb-h1', [{}, None, {'rerun_mode': 'report_stats', 'optimizer_cpu_offload': True}], []),
+        ('gems', [{}, {'overlap_grad_reduce': True}], ['overlap_grad_reduce=True']),
+    ],
+    ids=str,
+)
+def test_all_that_the_first_call_refuses_is_told_at_once(ranks, schedule, where, wanted):
+    """Of each object that has settings."""
+    said = ranks(2).run(first_call, schedule, *where)[0]
+    assert bool(said) == bool(wanted) and all(each in said for each in wanted)
+    assert not wanted or said.endswith(", or use Megatron's own schedule")

@@ -175,8 +175,8 @@ def grouped_tensors():
 
     from transformer_engine.pytorch import GroupedLinear
 
+    from megatron_zbpp.mcore.job.rules_table import GROUPED_VARIABLE
     from megatron_zbpp.mcore.layers import transformer_engine
-    from megatron_zbpp.mcore.refusals import GROUPED_VARIABLE
 
     if 'use_grouped_tensor' not in inspect.signature(GroupedLinear.__init__).parameters:
         return False, None

@@ -24,16 +24,16 @@ from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.cli import benching, main
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.mcore import refusals
 from megatron_zbpp.mcore.command_line import aliases
 from megatron_zbpp.mcore.command_line.flags import add_arguments
+from megatron_zbpp.mcore.job import rules_table
 from megatron_zbpp.render.planner_page import families
 from megatron_zbpp.schedules import build, own_families
 from megatron_zbpp.schedules.registry import find
 from megatron_zbpp.techniques.slices.balance import Attention, balanced, in_parts
 from megatron_zbpp.techniques.slices.place import in_slices
 from megatron_zbpp.techniques.updates.versions import steady_state
-from scripts import docs_gallery, flags_page, readme_picture
+from scripts import docs_gallery, flags_page, readme_picture, refusals_page
 
 LINK = re.compile(r'\]\(([^)#\s]+)')
 ANCHOR = re.compile(r'\]\(([^)#\s]*\.md|)#([^)\s]+)\)')
@@ -72,11 +72,12 @@ def test_the_gallery_of_a_checkout():
     assert {family.name for family in own_families(every=True)} <= headings(docs_gallery.PAGE)
 
 
-def test_each_refusal_says_what_was_tried():
-    """A new one needs a row."""
-    text = (ROOT / 'docs' / 'limits.md').read_text().partition('## Refusals left')[2]
-    named = set(re.findall(r'`(\w+)`', text))
-    assert set(refusals.settings()) <= named
+def test_the_table_of_refusals_is_what_the_rules_give():
+    """Each with what was tried, or named below the table as what a GPU can."""
+    page = (ROOT / 'docs' / 'limits.md').read_text()
+    assert page == refusals_page.page(), 'run python scripts/refusals_page.py'
+    named = set(re.findall(r'`(\w+)`', page.partition('## Refusals left')[2]))
+    assert set(rules_table.settings()) <= named
 
 
 @pytest.mark.parametrize(

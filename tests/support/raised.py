@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 from paths import ROOT
 
@@ -19,7 +16,7 @@ Place = tuple[str, int]
 
 
 class Statement(NamedTuple):
-    """A `raise`, or a `Refusal(...)` that is made.
+    """A `raise`; rows of the table of rules are tried by `test_refusals.py`.
 
     Attributes:
         file: from the package down.
@@ -55,15 +52,10 @@ def _within(node: ast.AST, file: str, function: str) -> Iterator[Statement]:
         inner = function
         if isinstance(child, ast.FunctionDef | ast.ClassDef):
             inner = f'{function}.{child.name}'.lstrip('.')
-        elif (isinstance(child, ast.Raise) and child.exc is not None) or _is_refusal(child):
+        elif isinstance(child, ast.Raise) and child.exc is not None:
             lines = range(child.lineno, (child.end_lineno or 0) + 1)
             yield Statement(file, function, lines, ast.unparse(child))
         yield from _within(child, file, inner)
-
-
-def _is_refusal(node: ast.AST) -> bool:
-    called = node.func if isinstance(node, ast.Call) else None
-    return getattr(called, 'attr', getattr(called, 'id', None)) == 'Refusal'
 
 
 def places(error: BaseException) -> Iterator[Place]:
@@ -76,20 +68,3 @@ def places(error: BaseException) -> Iterator[Place]:
     yield from inside[-1:]
     if error.__cause__ is not None:
         yield from places(error.__cause__)
-
-
-@contextlib.contextmanager
-def refusals_made() -> Iterator[list[Place]]:
-    """Where each `Refusal` is made meanwhile."""
-    from megatron_zbpp.mcore.refusal import Refusal
-
-    made: list[Place] = []
-
-    def noted(*args: object) -> None:
-        frame = sys._getframe(1)
-        made.append((str(Path(frame.f_code.co_filename).relative_to(PACKAGE)), frame.f_lineno))
-        original(*args)
-
-    original = Refusal.__init__
-    with mock.patch.object(Refusal, '__init__', noted):
-        yield made

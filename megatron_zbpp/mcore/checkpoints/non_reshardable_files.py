@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.layout import layers_per_stage, layout_string
-from megatron_zbpp.mcore import layout, refusals
+from megatron_zbpp.mcore import layout, model_settings
 
 KEY = 'megatron_zbpp_layout'  # of a checkpoint's state dict
 
@@ -109,7 +109,7 @@ def _named(stage: str, before: int) -> str:
 
 def _stages(args: Any, placement: Placement) -> list[str]:
     """Return the letters of each stage in model order, as `Ett`."""
-    hybrid = refusals.hybrid(args)
+    hybrid = model_settings.hybrid(args)
     given = getattr(args, 'pipeline_model_parallel_layout', None)
     if hybrid is None and given is not None:
         parse = PipelineParallelLayerLayout.parse_str_to_list

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_zbpp.analysis.gain import RIVAL, gain_text
 from megatron_zbpp.ir.layout import layers_per_stage
-from megatron_zbpp.mcore import layout, refusals
+from megatron_zbpp.mcore import layout, model_settings
 from megatron_zbpp.mcore.command_line import launch_line, sizes
 from megatron_zbpp.mcore.command_line.bench import LAUNCHER, value_of
 from megatron_zbpp.mcore.command_line.flags import FLAGS
@@ -163,7 +163,7 @@ class AdvisedLine:
 
     def _model(self) -> tuple[str, dict[str, Any]]:
         args, layers = self.args, {'layers': self.args.num_layers}
-        name = refusals.hybrid(args)
+        name = model_settings.hybrid(args)
         if name is not None:
             pattern = str(getattr(args, name)).partition('/')[0]
             if '|' in pattern or set(pattern) - set('M*-E'):

@@ -23,7 +23,7 @@ from megatron_zbpp.analysis.memory import live
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import HOST
-from megatron_zbpp.mcore import enabled, preflight, refusals, replicas, superseded
+from megatron_zbpp.mcore import enabled, model_settings, preflight, replicas
 from megatron_zbpp.mcore.command_line import flags, parsing, plan_layout, sizes
 from megatron_zbpp.mcore.command_line.layer_memory import layer_memory
 from megatron_zbpp.mcore.command_line.messages import refuse
@@ -227,7 +227,7 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
     world = int(os.environ.get('WORLD_SIZE', 1))
     replicas.require_pairs(programs, sizes.replicas(args, world))
     placement, splits = programs.placement(ranks), programs.splits(ranks)
-    notes += superseded.drop(args, splits)
+    notes += preflight.take_back(args, splits)
     if programs.runs_ahead and sizes.disable_rerun_checks(args, sys.argv):
         notes.append(
             '--rerun-mode disabled, or all ranks would wait for each other in each iteration'
@@ -240,7 +240,7 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
     plugin = enabled.enable(replace(settings, flags=vars(args)))
     for note in notes if plugin is not before else ():
         job_log.info(note)
-    plugin.session.programs.join(getattr(args, refusals.OVERLAP, False))
+    plugin.session.programs.join(getattr(args, model_settings.OVERLAP, False))
     for num_microbatches in sorted(counts):
         lowered = plugin.session.programs.lowered(ranks, num_microbatches, forward_only=False)
         require_host_memory(args, lowered.schedule, os.environ)

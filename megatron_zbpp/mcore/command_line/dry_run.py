@@ -17,7 +17,7 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import HOST
 from megatron_zbpp.ir.layout import layers_per_stage
 from megatron_zbpp.ir.timeline import MEANING
-from megatron_zbpp.mcore import layout, preflight, refusals, replicas, superseded
+from megatron_zbpp.mcore import layout, model_settings, preflight, replicas
 from megatron_zbpp.mcore.command_line import flags, plan_layout, sizes
 from megatron_zbpp.mcore.command_line.advise import LinePrediction
 from megatron_zbpp.mcore.command_line.arguments import lacks_compiler
@@ -26,7 +26,7 @@ from megatron_zbpp.mcore.command_line.layer_memory import LayerMemory, layer_mem
 from megatron_zbpp.mcore.command_line.naming import by_flags, renaming
 from megatron_zbpp.mcore.command_line.own_checks import require_possible, require_sizes
 from megatron_zbpp.mcore.iteration.announcement import asynchrony
-from megatron_zbpp.mcore.optimizer.barriers import barriers
+from megatron_zbpp.mcore.job.rules import Refusal
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.mcore.start.scratch_losses import losses_from_scratch
@@ -110,7 +110,7 @@ class DryRun:
     layers: tuple[int, ...] = ()
     iterations: tuple[Simulated, ...] = ()
     layer: LayerMemory | None = None
-    refused: tuple[refusals.Refusal, ...] = ()
+    refused: tuple[Refusal, ...] = ()
     notes: tuple[str, ...] = ()
     predicted: LinePrediction | None = None
 
@@ -187,9 +187,9 @@ def dry_run_of(line: LaunchLine, rates: Mapping[str, Any] = {}) -> DryRun:
     programs = Programs(settings)
     replicas.require_pairs(programs, parallel['data'])
     placement = programs.placement(parallel['pipeline'])
-    programs.join(getattr(args, refusals.OVERLAP, False))
+    programs.join(getattr(args, model_settings.OVERLAP, False))
     counts = _microbatches(line, parallel['data'])
-    notes += superseded.drop(args)
+    notes += preflight.take_back(args)
     if programs.runs_ahead:
         sizes.disable_rerun_checks(args, line.words)
     refused = preflight.refused(args, programs, placement.num_ranks, **machine)
@@ -234,7 +234,7 @@ def _consequences(
     if not programs.asynchronous:
         found.append(_first_iteration(settings.prewarm, line.on_cpu))
     found.append(losses_from_scratch(settings, placement, line.args))
-    found += [_CONNECTIONS] if getattr(line.args, refusals.OVERLAP, False) else []
+    found += [_CONNECTIONS] if getattr(line.args, model_settings.OVERLAP, False) else []
     for count in counts if programs.asynchronous else ():
         lowered = programs.lowered(placement.num_ranks, count, forward_only=False)
         late = asynchrony(lowered.schedule)
@@ -246,7 +246,7 @@ def _consequences(
         if counts and find_technique(name).moves
     ]
     if programs.runs_ahead:
-        found += [f'all ranks wait: {each}' for each in barriers(line.args, placement)]
+        found += [f'all ranks wait: {each}' for each in preflight.barriers(line.args, placement)]
     if settings.post_validation is not None:
         found.append(
             f'an early step takes {(KEPT_BYTES + BUFFER_BYTES) >> 20} MiB more on each rank, and '

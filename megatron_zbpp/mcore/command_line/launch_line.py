@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_zbpp.emulation.flags import cpu_flags
-from megatron_zbpp.mcore import refusals
 from megatron_zbpp.mcore.command_line.arguments import require_packages
 from megatron_zbpp.mcore.command_line.flags import add_arguments
 from megatron_zbpp.mcore.command_line.messages import flag
 from megatron_zbpp.mcore.command_line.parsing import parse
+from megatron_zbpp.mcore.job import rules_table
 from megatron_zbpp.mcore.start.scratch_losses import DRAWING
 
 TRAINING = 'megatron.training.arguments'
@@ -209,7 +209,7 @@ def _own_parser() -> argparse.ArgumentParser:
     parser.add_argument('--fp8-format', dest='fp8')
     parser.add_argument('--fp4-format', dest='fp4')
     parser.add_argument('--transformer-impl', default='transformer_engine')
-    for name in refusals.settings():
+    for name in rules_table.settings():
         if name not in ('fp8', 'fp4', 'transformer_impl', *_NUMBERS, *_SWITCHES):
             parser.add_argument(flag(name), nargs='?', const=True)
     return parser

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.formats import PlanFile, load_plan
-from megatron_zbpp.mcore import layout, preflight, refusals, superseded
+from megatron_zbpp.mcore import layout, model_settings, preflight
 from megatron_zbpp.mcore.command_line import flags, sizes
 from megatron_zbpp.mcore.command_line.messages import flag
 from megatron_zbpp.mcore.problems import Checks
@@ -88,7 +88,7 @@ def require_supported(
 
 def _take_layout(args: argparse.Namespace, text: str, file: str) -> None:
     """Write the layout of a plan into Megatron's arguments."""
-    hybrid = refusals.hybrid(args)
+    hybrid = model_settings.hybrid(args)
     if hybrid is not None and isinstance(getattr(args, hybrid), str):
         _take_pattern(args, hybrid, text, file)
     else:
@@ -109,7 +109,7 @@ def _settings(
         made = flags.settings_of(given, source, chunks)
     if checks.failed and (plain := _plain(source, chunks)) is not None:
         with checks.one():
-            tuple(superseded.drop(args, plain.splits(args.pipeline_model_parallel_size)))
+            tuple(preflight.take_back(args, plain.splits(args.pipeline_model_parallel_size)))
             require_supported(args, plain, machine)
     checks.require_all()
     assert made is not None

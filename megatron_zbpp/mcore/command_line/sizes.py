@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.layout import layers_per_stage, layout_string
-from megatron_zbpp.mcore import layout, refusals
+from megatron_zbpp.mcore import layout, model_settings
 from megatron_zbpp.mcore.command_line.messages import flag
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import AUTO
@@ -82,7 +82,7 @@ def chunks_for(args: argparse.Namespace, schedule: str) -> int | None:
 
 
 def _fewer_chunks(args: argparse.Namespace, wanted: int) -> str:
-    stages, hybrid = wanted * args.pipeline_model_parallel_size, refusals.hybrid(args)
+    stages, hybrid = wanted * args.pipeline_model_parallel_size, model_settings.hybrid(args)
     if hybrid is not None:
         return f'give {flag(hybrid)} {stages} segments'
     if args.pipeline_model_parallel_layout is not None:
@@ -98,7 +98,7 @@ def hybrid_layers(args: argparse.Namespace) -> list[int] | None:
     Layers of multi-token prediction at the end of the pattern do not count. A pattern without
     segments is one; Megatron divides it evenly among the ranks.
     """
-    name = refusals.hybrid(args)
+    name = model_settings.hybrid(args)
     if name is None:
         return None
     pattern = getattr(args, name)
@@ -150,7 +150,7 @@ def place_layers(args: argparse.Namespace, placement: Placement) -> None:
     Raises:
         ValueError: too few layers, or another number of segments than stages.
     """
-    hybrid = refusals.hybrid(args)
+    hybrid = model_settings.hybrid(args)
     if hybrid is not None:
         _place_hybrid(args, hybrid, placement)
         return
@@ -205,7 +205,7 @@ def stock_layout(args: argparse.Namespace) -> str | None:
     where = Placement.loop(args.pipeline_model_parallel_size, num_chunks(args) or 1)
     mtp = getattr(args, 'mtp_num_layers', None) or 0
     if hybrid is not None:
-        name = refusals.hybrid(args)
+        name = model_settings.hybrid(args)
         counts, total = hybrid, sum(hybrid)
         mtp = '/' in str(getattr(args, name or ''))
     elif given is not None:

@@ -11,7 +11,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_zbpp.guests.base import ModelLayers
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore import compat, layout, preflight, refusals, replicas, superseded
+from megatron_zbpp.mcore import compat, layout, preflight, replicas
 from megatron_zbpp.mcore.faces import CallContext, Face
 from megatron_zbpp.mcore.iteration.announcement import announce
 from megatron_zbpp.mcore.iteration.arguments import Arguments
@@ -19,6 +19,7 @@ from megatron_zbpp.mcore.iteration.batch import Batch, NextIteration
 from megatron_zbpp.mcore.iteration.built import require_all_layers
 from megatron_zbpp.mcore.iteration.executors import Data, Executors
 from megatron_zbpp.mcore.iteration.stages import Call
+from megatron_zbpp.mcore.job.rules import Refusal
 from megatron_zbpp.mcore.lowered import Lowered
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.runtime.channels import Message
@@ -148,11 +149,8 @@ def _prewarmed(executors: Executors, call: Call, config: Any, data: Data) -> Dat
 def _allow(session: Session, arguments: Arguments, config: Any, num_ranks: int) -> None:
     programs = session.programs
     num_microbatches = None if arguments.forward_only else arguments.num_microbatches
-    found = [*preflight.refused(config, programs, num_ranks, num_microbatches)]
-    if not programs.mirrored(num_ranks):
-        found += refusals.across_replicas(getattr(arguments.models[0], 'ddp_config', None))
-    for face in session.faces:
-        found += face.refused(arguments.models)
+    others = getattr(arguments.models[0], 'ddp_config', None), compat.training_arguments()
+    found = preflight.refused(config, programs, num_ranks, num_microbatches, others=others)
     refuse_unsupported(config, arguments.adjust_tensor_shapes_fn, found)
     for face in session.faces:
         face.settle(arguments, config, num_ranks)
@@ -253,16 +251,16 @@ def _messages(
 
 
 def refuse_unsupported(
-    config: Any, adjust_tensor_shapes_fn: Callable | None, found: Iterable[refusals.Refusal]
+    config: Any, adjust_tensor_shapes_fn: Callable | None, found: Iterable[Refusal]
 ) -> None:
     """Raise for what would be silently wrong, with the cure.
 
     Raises:
         NotImplementedError: names the setting.
     """
-    for refusal in found:
-        raise NotImplementedError(f"with this schedule, {refusal}, or use Megatron's own schedule")
-    superseded.require_none(config)
+    if reasons := '. '.join(map(str, found)):
+        raise NotImplementedError(f"with this schedule, {reasons}, or use Megatron's own schedule")
+    preflight.require_taken_back(config)
     if adjust_tensor_shapes_fn is not None:
         raise NotImplementedError(
             'adjust_tensor_shapes_fn does not work with this schedule: its shapes are for ranks, '

@@ -22,7 +22,7 @@ from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.iteration.executors import Data, Executors
 from megatron_zbpp.mcore.iteration.stages import Call
 from megatron_zbpp.mcore.layers.dummy_gradients import ADDED
-from megatron_zbpp.mcore.refusal import captured, scales_late
+from megatron_zbpp.mcore.model_settings import captured, scales_late
 from megatron_zbpp.mcore.side_effects import SideEffects
 from megatron_zbpp.post_validation.data_iterators import ReplayIterator
 from megatron_zbpp.runtime.alone import NoPeers, one_microbatch

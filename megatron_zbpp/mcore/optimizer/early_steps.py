@@ -13,8 +13,8 @@ from megatron.core.utils import get_model_config
 
 from megatron_zbpp.analysis.run_ahead import rank_order
 from megatron_zbpp.mcore.iteration.arguments import Arguments
+from megatron_zbpp.mcore.job.rules import WAIT
 from megatron_zbpp.mcore.optimizer import waiting
-from megatron_zbpp.mcore.optimizer.barriers import WAIT
 from megatron_zbpp.mcore.optimizer.next_iteration import ForwardsAhead
 from megatron_zbpp.mcore.optimizer.split_step import SplitStep
 from megatron_zbpp.mcore.session import Session

@@ -9,7 +9,7 @@ import torch
 from megatron_zbpp.mcore.iteration.arguments import Arguments, same
 from megatron_zbpp.mcore.iteration.batch import Batch, NextIteration
 from megatron_zbpp.mcore.iteration.preparation import prepare
-from megatron_zbpp.mcore.optimizer.barriers import WAIT
+from megatron_zbpp.mcore.job.rules import WAIT
 from megatron_zbpp.mcore.optimizer.entry_check import Agreement, Watching
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.side_effects import SideEffects

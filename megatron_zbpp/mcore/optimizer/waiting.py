@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
-import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
@@ -14,25 +15,13 @@ from megatron.core.optimizer.optimizer import (
 )
 
 from megatron_zbpp.mcore import compat
-from megatron_zbpp.mcore.refusals_of_techniques import READ_BY_LOOP
+from megatron_zbpp.mcore.job import rules_table
+from megatron_zbpp.mcore.job.rules import Context, Rule, check
 
 _KNOWN = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
 _OUTERMOST = (*_KNOWN, ChainedOptimizer)
-_REFUSED = {
-    'optimizer_cpu_offload': 'the host steps in its own time',
-    'optimizer_cuda_graph': 'a captured step steps what it was captured with',
-    'overlap_param_gather_with_optimizer_step': 'parameters are gathered amid the step',
-    'reuse_grad_buf_for_mxfp8_param_ag': 'parameters and gradients share a buffer',
-}
-_REFUSED_OF_DDP = {
-    'use_megatron_fsdp': 'parameters are gathered amid the step',
-    'fp8_param_gather': 'weights are quantized anew amid the step',
-}
 _INTO_GRADIENTS = 'overlap_param_gather: forwards gather layers into the memory of gradients'
 BOTH_WAYS = 'microbatches go both ways, so that no rank is the first'
-# What a precision-aware optimizer keeps in other types, and those that have no scales.
-_STATES = ('main_params_dtype', 'exp_avg_dtype', 'exp_avg_sq_dtype')
-_UNSCALED = (torch.float32, torch.bfloat16)
 
 
 def refusal(optimizer: MegatronOptimizer) -> str | None:
@@ -48,16 +37,14 @@ def refusal(optimizer: MegatronOptimizer) -> str | None:
             return _unknown(leaf, _KNOWN)
         if getattr(leaf, 'is_stub_optimizer', False):
             return 'a rank has no parameters to step'
-        for name, why in _REFUSED.items():
-            if getattr(leaf.config, name, False):
-                return f'{name}: {why}'
-        for name in _STATES if getattr(leaf.config, 'use_precision_aware_optimizer', False) else ():
-            if getattr(leaf.config, name, torch.float32) not in _UNSCALED:
-                return f'{name}: the optimizer keeps scales of that state to itself'
-        for name, why in _REFUSED_OF_DDP.items():
-            if getattr(getattr(leaf, 'ddp_config', None), name, False):
-                return f'{name}: {why}'
+        sources = leaf.config, getattr(leaf, 'ddp_config', None)
+        if why := _waits(rules_table.WAITS_BY_OPTIMIZER, *sources):
+            return why
     return None
+
+
+def _waits(rules: Iterable[Rule], *sources: Any) -> str | None:
+    return next(map(str, check(Context(sources), rules)), None)
 
 
 def _unknown(optimizer: MegatronOptimizer, known: tuple[type, ...]) -> str:
@@ -67,24 +54,13 @@ def _unknown(optimizer: MegatronOptimizer, known: tuple[type, ...]) -> str:
 
 def refusal_of_loop() -> str | None:
     """Return why steps in this training loop must wait for all ranks; None: they need not."""
-    args = compat.training_arguments()
-    read = next((name for name in READ_BY_LOOP if getattr(args, name, None)), None)
-    if read is not None:
-        return f'{read}: it takes all forwards of an iteration to run when Megatron asks for them'
-    mode = compat.rerun_mode()
-    if mode is None:
-        return None
-    return (
-        f'rerun_mode={mode}: an iteration runs again from where its data and random states were '
-        'noted, and forwards would have begun before that; give --rerun-mode disabled'
-    )
+    mode = SimpleNamespace(rerun_mode=compat.rerun_mode())
+    return _waits(rules_table.WAITS_BY_LOOP, mode, compat.training_arguments())
 
 
 def refusal_of_model(config: Any) -> str | None:
     """Return why forwards of a model with this config cannot be dropped; None: they can."""
-    if getattr(config, 'fp8', None) and getattr(config, 'fp8_recipe', None) == 'delayed':
-        return 'fp8_recipe=delayed: forwards that are dropped would leave their scales'
-    return None
+    return _waits(rules_table.WAITS_BY_MODEL, config)
 
 
 def leaves(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

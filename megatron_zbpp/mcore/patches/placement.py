@@ -7,7 +7,7 @@ model and data, precision casts, checkpoints) follows. For other placements they
 NVIDIA's scripts read batches on the first and the last stage alone; where documents are not to
 attend to each other, layers between would take the plain causal mask. By Megatron's 1F1B on two
 ranks both stages are such ends, and all layers have the masks. With several chunks a rank the
-stages between read them, too: see `refusals.needs_masks`.
+stages between read them, too: see `needs_masks`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore import compat, refusals, superseded
+from megatron_zbpp.mcore import compat, model_settings, preflight
 from megatron_zbpp.mcore.building import chunk_being_built, name_of, of_one_chunk
 from megatron_zbpp.mcore.layout import StageLayout, require_placed
 from megatron_zbpp.mcore.patches.registry import Patch
@@ -91,7 +91,7 @@ def given_to_all(placement: Placements) -> bool:
     """Return whether every chunk is given the masks of its batches."""
     ranks = parallel_state.get_pipeline_model_parallel_world_size()
     chunks = placement(ranks).num_chunks if ranks > 1 else 1
-    return chunks > 1 and refusals.needs_masks(compat.training_arguments())
+    return chunks > 1 and model_settings.needs_masks(compat.training_arguments())
 
 
 def _with_masks(original: Callable, placement: Placements) -> Callable:
@@ -204,7 +204,7 @@ def _refusing(original: Callable, placement: Placements) -> Callable:
     @functools.wraps(original)
     def __init__(self: LanguageModule, config: Any, *args: Any, **kwargs: Any) -> None:
         if config.pipeline_model_parallel_size > 1:
-            for each in superseded.drop(config):
+            for each in preflight.take_back(config):
                 job_log.info(each)
             require_placed(self, placement(config.pipeline_model_parallel_size), config)
         original(self, config, *args, **kwargs)

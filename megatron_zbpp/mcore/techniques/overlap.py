@@ -20,7 +20,7 @@ from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.faces import CallContext, Face, Wrap
 from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.iteration.stages import ModelStage
-from megatron_zbpp.mcore.refusals import OVERLAP
+from megatron_zbpp.mcore.model_settings import OVERLAP
 from megatron_zbpp.runtime.stage import (
     Backward,
     Forward,

@@ -19,8 +19,8 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_zbpp.mcore import compat
+from megatron_zbpp.mcore.model_settings import not_by_token
 from megatron_zbpp.mcore.patches.registry import Patch
-from megatron_zbpp.mcore.refusals_of_techniques import not_by_token
 
 _GPT = 'megatron.core.models.gpt.gpt_model:GPTModel'
 _EMBEDDINGS = 'megatron.core.models.common.embeddings'

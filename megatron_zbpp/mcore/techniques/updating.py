@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from megatron.core.utils import unwrap_model
@@ -14,8 +14,6 @@ from megatron_zbpp.mcore.iteration.batch import NextIteration
 from megatron_zbpp.mcore.iteration.stages import ModelStage
 from megatron_zbpp.mcore.lowered import Lowered
 from megatron_zbpp.mcore.patches.registry import Patch
-from megatron_zbpp.mcore.refusal import Refusal
-from megatron_zbpp.mcore.refusals_of_techniques import with_versions
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.techniques import stashed_checkpoints
 from megatron_zbpp.mcore.techniques.forwards_in_flight import ForwardsInFlight
@@ -157,9 +155,6 @@ class Updating(Face):
 
     def patches(self) -> Iterator[Patch]:
         return stashed_checkpoints.patches(self._endless)
-
-    def refused(self, models: Sequence[torch.nn.Module]) -> Iterable[Refusal]:
-        return with_versions(getattr(models[0], 'ddp_config', None))
 
     def drains(self, forward_only: bool) -> bool:
         return not forward_only and self._endless.warms_up()

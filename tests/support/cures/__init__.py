@@ -10,14 +10,12 @@ from cures.of_flags import FLAGS
 from cures.of_launch_lines import LINES
 from cures.of_programs import PROGRAMS
 from cures.of_recipes import RECIPES
-from cures.of_settings import REFUSALS
 
 TABLES = {
     'flags': FLAGS,
     'launch line': LINES,
     'program': PROGRAMS,
     'recipe': RECIPES,
-    'refusal': REFUSALS,
     'call': CALLS,
 }
 ROWS = {f'{kind}: {name}': row for kind, rows in TABLES.items() for name, row in rows.items()}

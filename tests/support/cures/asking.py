@@ -248,16 +248,3 @@ def nodes(words: str, **environment: str) -> Callable:
         rank_for(words.split(), environment)
 
     return run
-
-
-def refusal(how: dict, **values: object) -> Callable:
-    """Settings that are refused with others, or by some schedules."""
-
-    def run() -> None:
-        from megatron_zbpp.mcore import refusals
-
-        found = list(refusals.refused(SimpleNamespace(**values), **how))
-        if found:
-            raise NotImplementedError('. '.join(map(str, found)))
-
-    return run

@@ -13,11 +13,12 @@ from megatron_zbpp.ir import Pass, Placement
 
 def called(**found: object) -> Callable:
     def run() -> None:
-        from megatron_zbpp.mcore import refusals
+        from refused_settings import refused
+
         from megatron_zbpp.mcore.iteration.preparation import refuse_unsupported
 
         config = SimpleNamespace(**found)
-        refuse_unsupported(config, None, refusals.refused(config))
+        refuse_unsupported(config, None, refused(config))
 
     return run
 

@@ -40,9 +40,9 @@ def plugin(method: str, *given: object, schedule: str = 'zb-v', **named: object)
 
 def without_plugin(deferred: bool) -> Callable:
     def run() -> None:
-        from megatron_zbpp.mcore import superseded
+        from megatron_zbpp.mcore import preflight
 
-        superseded.require_none(SimpleNamespace(defer_embedding_wgrad_compute=deferred))
+        preflight.require_taken_back(SimpleNamespace(defer_embedding_wgrad_compute=deferred))
 
     return run
 

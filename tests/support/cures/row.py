@@ -14,16 +14,12 @@ class Row:
         given: raises it.
         said: words of it.
         cures: what it names, each done by itself: all of them pass.
-        refuses: whether the release of Megatron that is here has the reason for it.
     """
 
     given: Callable
     said: str
     cures: tuple[Callable, ...]
-    refuses: Callable[[], bool]
 
 
-def row(
-    given: Callable, said: str, *cures: Callable, refuses: Callable[[], bool] = lambda: True
-) -> Row:
-    return Row(given, said, cures, refuses)
+def row(given: Callable, said: str, *cures: Callable) -> Row:
+    return Row(given, said, cures)

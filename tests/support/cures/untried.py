@@ -74,13 +74,6 @@ ELSEWHERE = {
         ),
         'test_sliced_assumptions.py::test_modules',
     ),
-    **dict.fromkeys(
-        (
-            'mcore/refusals_of_techniques.py _with_slices: _BALANCING',
-            'mcore/refusals_of_techniques.py _with_slices: position_embedding_type',
-        ),
-        'test_refusals_together.py::test_values_refused_with_slices',
-    ),
     'mcore/techniques/weight_watch.py BetweenCalls._compare': 'test_asynchronous_weights.py::'
     'test_what_a_program_changes_between_two_calls',
     'mcore/techniques/weight_watch.py Unwritten.forward': 'test_asynchronous_weights.py::'
@@ -143,9 +136,3 @@ UNTRIED = {
     'emulation/te.py install': 'the cures install Transformer Engine or a checkout',
     'emulation/te.py _load_tools': 'the cure is another environment of Python',
 }
-OF_SOME_RELEASES = (
-    'mcore/refusals.py _with_own_offloading',
-    'mcore/refusals.py _unplaced',
-    'mcore/refusals.py _with_chunks: _UNMASKED_HYBRID',
-    'mcore/refusals.py _packed',
-)

@@ -110,7 +110,7 @@ def test_each_command_has_a_schema():
 def test_what_doctor_refuses():
     from megatron_zbpp.mcore.command_line.dry_run import DryRun
     from megatron_zbpp.mcore.command_line.layer_memory import LayerMemory
-    from megatron_zbpp.mcore.refusals import Refusal
+    from megatron_zbpp.mcore.job.rules import Refusal
 
     refused = Refusal('fp8', 'e4m3', 'no TE', 'drop it')
     job = DryRun({'GPUs': 2}, layer=LayerMemory(34.0, 32.0, 1), refused=(refused,))

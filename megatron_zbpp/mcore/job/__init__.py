@@ -1,0 +1,1 @@
+"""What a job asks for, and what does not go with it."""
