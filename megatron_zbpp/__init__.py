@@ -236,7 +236,7 @@ def figures() -> Figures | None:
 
 
 def summary() -> Summary | None:
-    """Return what the training was so far, as one line: a collective of the pipeline.
+    """Return a summary of the training so far, as one line: a collective of the pipeline.
 
     Idle time as the mean of all iterations (of the last 1000, where nobody asked for figures), the
     gain over 1F1B as simulated with the times that the latest iteration took, and early steps.

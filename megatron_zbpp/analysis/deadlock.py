@@ -88,7 +88,7 @@ class DeadlockError(ValueError):
 
 
 def prove(programs: Sequence[_Program], rules: Rule = EVERY_RULE) -> None:
-    """Return if `programs` end under `rules`; take time linear in their length.
+    """Prove that `programs` end under `rules`, in time linear in their length.
 
     Raises:
         DeadlockError: some rank never reaches its end.

@@ -127,7 +127,7 @@ _Held = list[tuple[Send, Receive]]  # of one message, or of none: it has been pu
 
 
 def require_known(receives: object, name: str = 'receives') -> None:
-    """Return if `receives`, an argument called `name`, is one of `RECEIVES`.
+    """Check that `receives`, an argument called `name`, is one of `RECEIVES`.
 
     Raises:
         ValueError: it is not.

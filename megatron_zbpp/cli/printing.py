@@ -289,7 +289,7 @@ def searched(
     search: Callable[[Callable[[float], None]], Found],
     best: Callable[[KeyboardInterrupt], Found | None],
 ) -> tuple[Found, int]:
-    """Return what a search finds, and the exit status: 0, or 130 where Ctrl-C ended it."""
+    """Return the result of a search, and the exit status: 0, or 130 where Ctrl-C ended it."""
     try:
         with progress(doing, '%', 100) as done:
             return search(done), 0

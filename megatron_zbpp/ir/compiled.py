@@ -41,7 +41,7 @@ class Compiled:
     steps: Mapping[str, tuple[Step | None, ...]]
 
     def step(self, kind: str, stage: int, slice: int = 0) -> Step:
-        """Return what such a pass does."""
+        """Return the work of a pass of a kind."""
         step = self.steps[kind][stage * self.graph.num_slices + slice]
         if step is None:
             raise KeyError((kind, stage, slice))

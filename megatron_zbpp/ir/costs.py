@@ -384,13 +384,13 @@ class Costs:
         return 0.0 if own is None else own[task.stage]
 
     def static(self, placement: Placement) -> tuple[float, ...]:
-        """Return what each rank holds all the time, in the unit of `activation`."""
+        """Return the static memory of each rank, in the unit of `activation`."""
         self.require(placement)
         held = map(placement.stages, range(placement.num_ranks))
         return tuple(sum(self.parameters[stage] for stage in own) for own in held)
 
     def changes(self, graph: Graph, pool: str = DEVICE) -> dict[tuple[str, int, int], float]:
-        """Return what each pass adds to `pool`, by its kind, stage and slice."""
+        """Return the amount that each pass adds to `pool`, by its kind, stage and slice."""
         return {
             key: sum(
                 [

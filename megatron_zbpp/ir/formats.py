@@ -95,7 +95,7 @@ def load(path: str | Path) -> Schedule:
 
 
 def load_plan(path: str | Path) -> PlanFile:
-    """Return what is in a file: our JSON, a plan's, or torch's CSV, told by its contents.
+    """Read a schedule from a file: our JSON, a plan's, or torch's CSV, told by its contents.
 
     It is read, not checked: see `analysis.checker.check`.
 
@@ -168,14 +168,14 @@ def _units(data: Any) -> Units:
 
 
 def memory_of_plan(costs: Costs, units: Units) -> dict[str, Any]:
-    """Return what a plan's file remembers beside its schedule: costs and their units."""
+    """Return costs and their units, which a plan's file has beside its schedule."""
     from megatron_zbpp.ir import plan_costs  # which no run without a file needs
 
     return {'costs': plan_costs.written(costs), 'units': units._asdict()}
 
 
 def to_torch_csv(schedule: Schedule, dialect: str = 'new') -> str:
-    """Return what torch's `_PipelineScheduleRuntime._load_csv` reads (its format compute_only).
+    """Return the CSV that torch's `_PipelineScheduleRuntime._load_csv` reads (compute_only).
 
     Raises:
         ValueError: the schedule has passes that torch has no name for, or two routes.

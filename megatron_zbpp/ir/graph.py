@@ -139,7 +139,7 @@ class Graph:
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     def tasks(self, kind: str, stage: int, slice: int = 0) -> tuple[Task, ...]:
-        """Return what a pass of `kind` does."""
+        """Return the tasks of a pass of `kind`."""
         return tuple(Task(part, stage, slice) for part in self.kinds[kind].parts or (kind,))
 
     def occurrence(self, need: Need, microbatch: int) -> int:

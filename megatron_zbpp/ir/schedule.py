@@ -206,7 +206,7 @@ class Schedule:
         }
 
     def needs(self, p: Pass) -> Iterator[tuple[Need, Pass]]:
-        """Return what must end before `p` starts, on whatever rank: each need, and who fills it.
+        """Return the dependencies of `p` on any rank: each task, and the pass that runs it.
 
         What the schedule lacks is left out: `check` tells.
         """
@@ -251,7 +251,7 @@ class Schedule:
         return in_reverse(self.costs, self.num_ranks)
 
     def forward_only(self) -> Schedule:
-        """Return what is left for evaluation: passes without a backward, in their order."""
+        """Return the schedule of an evaluation: passes without a backward, in their order."""
         kinds = self.graph.evaluated
         kept = tuple(tuple(p for p in order if p.kind in kinds) for order in self.passes)
         name = f'{self.name} (forward only)'

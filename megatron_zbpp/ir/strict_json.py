@@ -31,7 +31,7 @@ Check = Callable[[object], str | None]  # what a value should be, where it is no
 
 
 def loads(text: str) -> object:
-    """Return what `text` says.
+    """Parse JSON.
 
     Raises:
         ValueError: it is not JSON, has a field twice or one whose name no terminal can show, a
@@ -86,7 +86,7 @@ def require_whole(**values: object) -> None:
 
 
 def other_kind(data: object, otherwise: str, before: str = '') -> str:
-    """Return what a file is that was given for another, and the cure.
+    """Name the kind of a file that was given for another, and the cure.
 
     Args:
         data: of the file.
@@ -108,7 +108,7 @@ def is_list(value: object) -> TypeGuard[list[Any]]:
 def require(
     data: object, fields: Mapping[str, Check], optional: Mapping[str, Check] | None = None
 ) -> None:
-    """Return if `data` is an object of these fields.
+    """Check that `data` is an object of these fields.
 
     Args:
         data: as `loads` returned it.

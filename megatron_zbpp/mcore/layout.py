@@ -201,7 +201,7 @@ def _hybrid(model: torch.nn.Module) -> str | None:
 
 
 def require_placed(model: torch.nn.Module, placement: Placement, config: Any = None) -> None:
-    """Return if the layers of `model` are where the schedule has its stages.
+    """Check that the layers of `model` are where the schedule has its stages.
 
     What is none of Megatron's language models places its layers by itself.
 

@@ -23,7 +23,7 @@ _BY_TOKEN = {'none', 'aux_loss', 'seq_aux_loss'}  # whose routers look at one to
 
 
 def captured(settings: Any) -> str | None:
-    """Return what captures CUDA graphs; None: nothing does."""
+    """Return the setting that captures CUDA graphs; None: no setting does."""
     graphs = getattr(settings, 'cuda_graph_impl', None)
     return None if graphs == 'none' else graphs
 

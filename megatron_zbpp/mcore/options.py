@@ -69,7 +69,7 @@ class Option:
         return default if isinstance(default, str) else '' if default is None else f'{default:g}'
 
     def require(self, value: Any, name: str) -> None:
-        """Return if `value`, given by `name`, is a number that the option takes, or None.
+        """Check that `value`, given by `name`, is a number that the option takes, or None.
 
         Raises:
             ValueError: it is not.

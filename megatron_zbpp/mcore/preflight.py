@@ -1,4 +1,4 @@
-"""What of Megatron's settings goes with a schedule, asked for by whoever is about to run.
+"""Megatron's settings beside a schedule: refused, ignored, or a barrier between steps.
 
 The flags, `zbpp doctor`, Megatron Bridge and each first call of a size ask, of one table
 (`job.rules_table`). `megatron_zbpp.enable` sees none of Megatron's settings: its first call asks.

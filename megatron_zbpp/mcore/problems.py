@@ -38,7 +38,7 @@ class Checks:
             self._errors.append(error)
 
     def require_all(self) -> None:
-        """Return if no check has failed.
+        """Raise one error for all checks that failed.
 
         Raises:
             Exception: the error of the one that has, or the `Problems` that several have.
@@ -51,7 +51,7 @@ class Checks:
 
 
 def lines_of(error: Exception) -> tuple[str, ...]:
-    """Return what an error says, a line a problem; the drawing of a schedule is left out."""
+    """Return the text of an error, a line a problem, without the drawing of a schedule."""
     if isinstance(error, OSError) and error.filename is not None:
         return (f'{error.filename}: {error.strerror}',)
     return error.lines if isinstance(error, Problems) else (str(error).partition('\n')[0],)

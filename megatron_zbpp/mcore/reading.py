@@ -17,7 +17,7 @@ from megatron_zbpp.ir import Placement
 
 
 def require_asked(schedule: str, asked: bool) -> None:
-    """Return if the training loop knows that a chunk may read another replica's data.
+    """Check that the training loop knows that a chunk may read another replica's data.
 
     Raises:
         ValueError: it never asked.
@@ -63,7 +63,7 @@ class Reading:
         group: dist.ProcessGroup,
         collective: Callable[[str], AbstractContextManager],
     ) -> None:
-        """Return if the stages of each way have read the same: a collective.
+        """Check that the stages of each way have read the same data: a collective.
 
         Args:
             placement: of the stages, both ways.

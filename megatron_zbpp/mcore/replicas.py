@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def require_pairs(programs: Programs, size: int) -> None:
-    """Return if replicas can be shared out.
+    """Check that the number of replicas is even, so that they form pairs.
 
     Raises:
         ValueError: they cannot.

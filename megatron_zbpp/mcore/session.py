@@ -109,7 +109,7 @@ class Session:
         return next((guest.filler for guest in self.guests if guest.filler is not None), None)
 
     def agree(self, settings: Mapping[str, object], group: dist.ProcessGroup) -> None:
-        """Return if all ranks of `group` have these settings: a collective where they are new.
+        """Check that all ranks of `group` have these settings: a collective where they are new.
 
         Settings that are new on some ranks only are a stall, for the watchdog.
 
@@ -177,7 +177,7 @@ class Session:
         pp_group: dist.ProcessGroup | None = None,  # the pipeline's, where some go to other ranks
         partners: frozenset[tuple[int, int]] = frozenset(),  # of it, who sends to whom
     ) -> ActivationStore:
-        """Return what moves activations of `device`; made once."""
+        """Return the mover of activations of `device`; made once."""
         from megatron_zbpp.runtime.activations.store import ActivationStore
 
         if device not in self._activations:

@@ -102,7 +102,7 @@ def isolated(step: Callable[[], object]) -> object:
 
 
 def watched_of(models: Sequence[torch.nn.Module], with_main: bool = False) -> Watched:
-    """Return what is watched of the chunks of a rank; `with_main`: and what optimizers step."""
+    """Return the watched tensors of a rank's chunks; `with_main`: and of its optimizers."""
     flat = [
         (f"DDP's buffer {at} of parameters", buffer)
         for model in models

@@ -56,7 +56,7 @@ class Bounds:
         self._edge = min(pairs, default=0.0)
 
     def of(self, partition: Partition) -> float:
-        """Return what no schedule on this partition is below: of its heads and its work."""
+        """Return a lower bound of all schedules on this partition, by its heads and its work."""
         space, m, placement = self.space, self.space.num_microbatches, partition.placement
         heads, backs = self._ways(partition)
         ranks = placement.only_route

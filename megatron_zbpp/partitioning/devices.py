@@ -93,7 +93,7 @@ class Devices:
         return latency + (output / bandwidth if bandwidth else 0.0)
 
     def signature(self, order: Sequence[int], output: float) -> tuple[object, ...]:
-        """Return what makes one order another: factors and memory, and links of neighbours."""
+        """Return the facts by which orders of devices differ: factors, memory, links."""
         own = tuple((self.devices[d].factors, self.devices[d].memory) for d in order)
         if not (self.latency or self.bandwidth):
             return own

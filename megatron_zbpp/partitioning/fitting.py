@@ -163,7 +163,9 @@ def fit_layers(
     for name in (*_TIMED, 'activation', 'retained', 'parameters'):
         values = [value for _, costs in measured for value in _values(costs, name)]
         timed = name in _TIMED
-        own = _times_each(rows, factors) if timed and factors else rows
+        own = rows
+        if timed and factors:
+            own = [[x * each for x in row] for row, each in zip(rows, factors, strict=True)]
         solved = non_negative(own, values)
         found[name] = dict(zip(kinds, solved, strict=True))
         if timed:
@@ -180,10 +182,6 @@ def _values(costs: Costs, name: str) -> Sequence[float]:
     if name in _TIMED:
         return costs.times[_TIMED[name]]
     return costs.parameters if name == 'parameters' else costs.amounts[name]
-
-
-def _times_each(rows: Sequence[Sequence[float]], factors: Sequence[float]) -> list[list[float]]:
-    return [[x * factor for x in row] for row, factor in zip(rows, factors, strict=True)]
 
 
 def _error(

@@ -65,7 +65,10 @@ def rank(
         if not problem.fits(orders):
             continue
         on = problem
-        if schedule is not None and _is_whole(schedule) and not space.fused:
+        whole = schedule is not None and any(
+            p.kind == BW for order in schedule.passes for p in order[-1:]
+        )
+        if whole and not space.fused:
             if names:  # it is wanted as it is
                 on = replace(problem, costs=fused_costs(problem.costs))
             else:
@@ -88,10 +91,6 @@ def _tries(
     if draft and not names and not space.fused:
         for turn, delay, lead in _DRAFTS:
             yield dispatch(problem, Pattern.straight(problem, turn, delay, lead)), None
-
-
-def _is_whole(schedule: Schedule) -> bool:
-    return any(p.kind == BW for order in schedule.passes for p in order[-1:])
 
 
 def named_schedule(name: str, problem: Problem) -> Schedule | None:

@@ -28,7 +28,7 @@ class Partition:
 
 
 def stage_costs(layers: Layers, devices: Devices, partition: Partition) -> Costs:
-    """Return what the stages of `partition` cost on its devices.
+    """Return the costs of the stages of `partition` on its devices.
 
     Args:
         layers: of the model.
@@ -70,7 +70,7 @@ def _messages(
 
 
 def parameters_held(layers: Layers, partition: Partition) -> tuple[float, ...]:
-    """Return what parameters take on each rank."""
+    """Return the memory of parameters on each rank."""
     static = [0.0] * partition.placement.num_ranks
     ranks = partition.placement.only_route
     for own, rank in zip(layers.stages(partition.cuts), ranks, strict=True):
@@ -229,12 +229,12 @@ class Space:
         return replace(partition, cuts=cuts)
 
     def costs(self, partition: Partition) -> Costs:
-        """Return what its stages cost; W within B where the backward cannot be split."""
+        """Return the costs of its stages; W within B where the backward cannot be split."""
         costs = stage_costs(self.layers, self.devices, partition)
         return fused_costs(costs) if self.fused else costs
 
     def problem(self, partition: Partition) -> Problem | None:
-        """Return what is to be planned on it; None: a microbatch does not fit its memory."""
+        """Return the planning problem of a partition; None: no microbatch fits its memory."""
         costs = self.costs(partition)
         limits = memory_limits(self.layers, self.devices, partition, self.limits)
         if not fits(costs, partition.placement, limits):

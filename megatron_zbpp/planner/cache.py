@@ -74,7 +74,7 @@ def planned(
     progress: Callable[[float], None] | None = None,
     **inputs: Any,
 ) -> tuple[Plan, bool]:
-    """Return what `plan` returns, and whether it was on disk.
+    """Return the result of `plan`, and whether it was on disk.
 
     A damaged file is replaced, a folder that cannot be written to is done without; both with a
     warning.

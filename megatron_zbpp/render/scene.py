@@ -135,7 +135,7 @@ def _steps(changes: list[tuple[float, float]], slack: float) -> list[tuple[float
 
 
 def figures(timeline: Timeline) -> str:
-    """Return what stands above a timeline: its length, and both shares of idle time."""
+    """Return the text above a timeline: its length, and both shares of idle time."""
     steady = steady_state(timeline)
     if steady is not None:
         m, period = steady.num_microbatches, number(steady.period)

@@ -57,7 +57,7 @@ class EndlessTraining:
         return self.versions
 
     def next_tables(self, calls: Calls, rank: int) -> Tables:
-        """Return what this call runs; the pipeline fills anew where forwards were dropped.
+        """Return the tables of this call; the pipeline fills anew where forwards were dropped.
 
         Raises:
             ValueError: the call before had no optimizer step.

@@ -116,7 +116,7 @@ class Tables:
 
     @functools.cached_property
     def recomputed(self) -> frozenset[Key]:
-        """Those of which F keeps the input only."""
+        """Stages whose F keeps the input only."""
         return frozenset(key_of(p) for p in self.passes if p.kind == R)
 
     @functools.cached_property

@@ -38,7 +38,7 @@ class Versions(Protocol):
     def most(self) -> int: ...
 
     def kept(self) -> Kept:
-        """Return what a training that goes on needs beside the newest weights."""
+        """Return the stashed weights that a resumed training needs beside the newest ones."""
         ...
 
     def before_forward(self, p: Pass) -> None:

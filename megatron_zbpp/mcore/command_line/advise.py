@@ -253,7 +253,7 @@ class AdvisedLine:
                 raise ValueError(f'predictions leave out {flag(f"pipeline_{name}")} {value}')
 
     def unlike(self, job: Job) -> list[str]:
-        """Return what the line has that predictions leave out."""
+        """Return settings of the line that predictions leave out."""
         args, found = self.args, [self.line.lacks] if self.line.lacks else []
         precise = args.bf16 or args.fp16
         if not precise:

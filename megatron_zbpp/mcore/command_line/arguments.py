@@ -109,7 +109,7 @@ def install() -> None:
 
 
 def require_packages(module: str) -> None:
-    """Return if a module of Megatron, where it is there, finds what it imports.
+    """Check that an optional module of Megatron, if present, can be imported.
 
     Raises:
         RuntimeError: a package is missing; the message names it.
@@ -132,17 +132,15 @@ def lacks_compiler() -> str:
     if importlib.util.find_spec('megatron.core.datasets.helpers_cpp'):
         return ''
     (folder,) = importlib.import_module('megatron.core.datasets').__path__
+    if not Path(folder, 'Makefile').is_file():
+        return ''
     asked = 'python3 -m pybind11 --includes'  # as the Makefile does
-    if not Path(folder, 'Makefile').is_file() or _succeeds(asked):
+    if subprocess.run(asked, shell=True, capture_output=True).returncode == 0:
         return ''
     return (
         'python3 has no pybind11, with which Megatron compiles its helpers for data: python3 -m '
         'pip install pybind11'
     )
-
-
-def _succeeds(command: str) -> bool:
-    return not subprocess.run(command, shell=True, capture_output=True).returncode
 
 
 def _with_our_flags(original: Callable) -> Callable:

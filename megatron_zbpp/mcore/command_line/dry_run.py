@@ -157,7 +157,7 @@ class DryRun:
 
 @renaming(by_flags)
 def dry_run_of(line: LaunchLine, rates: Mapping[str, Any] = {}) -> DryRun:
-    """Return what the launch line would run.
+    """Return the schedule, sizes and refusals of a launch line.
 
     Raises:
         ValueError: a value that cannot work, with the cure.

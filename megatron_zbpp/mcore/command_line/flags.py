@@ -90,7 +90,7 @@ def _prewarm(given: Mapping[str, Any]) -> bool | None:
 def settings_of(
     given: Mapping[str, Any], source: str | Schedule, num_chunks: int | None
 ) -> Settings:
-    """Return what all flags together ask for.
+    """Return the settings that all flags together ask for.
 
     Args:
         given: the values of our flags.

@@ -98,7 +98,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def read(words: Sequence[str], gpus: int | None = None) -> LaunchLine:
-    """Return what a launch line says.
+    """Parse a launch line.
 
     Args:
         words: `torchrun ... pretrain_gpt.py FLAG ...`, or the flags alone.

@@ -21,7 +21,7 @@ from megatron_zbpp.runtime.log import job_log
 def settings_of(
     args: argparse.Namespace, given: Mapping[str, Any], machine: Mapping[str, bool]
 ) -> tuple[Settings, str | None]:
-    """Return what the flags ask for; the layout of their plan is written into Megatron's arguments.
+    """Return the settings of the flags; write the layout of their plan into Megatron's arguments.
 
     Args:
         args: Megatron's arguments.
@@ -54,7 +54,7 @@ def settings_of(
 
 
 def require_values(given: Mapping[str, Any]) -> None:
-    """Return if the values of our flags can be had, whatever Megatron's are.
+    """Check the values of our flags, whatever Megatron's are.
 
     Raises:
         ValueError: one cannot, with the cure.
@@ -80,7 +80,7 @@ def _source(given: Mapping[str, Any]) -> str | PlanFile:
 def require_supported(
     args: argparse.Namespace, programs: Programs, machine: Mapping[str, bool]
 ) -> None:
-    """Return if nothing in Megatron's arguments is refused; raise what names all that is."""
+    """Check that no argument of Megatron is unsupported; raise one error that names all."""
     reasons = preflight.refused(args, programs, args.pipeline_model_parallel_size, **machine)
     if reasons:
         raise NotImplementedError('with --pipeline-schedule, ' + '. '.join(map(str, reasons)))

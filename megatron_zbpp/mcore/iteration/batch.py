@@ -199,7 +199,7 @@ class NextIteration(protocol.NextIteration, Protocol):
     """The iteration that Megatron asks for next, whose forwards may have begun, and its data."""
 
     def replayed(self, iterator: Iterator | None) -> Iterator | None:
-        """Return what is read instead of the data `iterator`: first what was read and not used."""
+        """Return the iterator that replaces `iterator`: first data that was read and not used."""
         ...
 
     def take(self, arguments: Arguments) -> Batch | None:

@@ -30,7 +30,7 @@ def require_all_layers(
     collective: Callable[[str], AbstractContextManager],  # around what waits for other ranks
     require: Sequence[Callable[[torch.nn.Module], None]] = (),
 ) -> None:
-    """Return if no class has ignored where the schedule has its stages: a collective.
+    """Check that every class built its layers where the schedule has its stages: a collective.
 
     In a loop stages are where Megatron's own schedules have them, so that whatever was built
     trains as by those: layers that run twice, were pruned or have numbers of their own. A class

@@ -74,7 +74,7 @@ class Executors:
         return self.context.messages
 
     def executor(self, call: Call, data: Data, tables: Tables) -> Executor:
-        """Return what runs a call beside the other ranks."""
+        """Return the executor of a call on all ranks."""
         session, lowered, training = self.session, self.lowered, not call.arguments.forward_only
         stages = self._stages(call, data)
         varying = self.messages[0].shape is None
@@ -88,7 +88,7 @@ class Executors:
         )
 
     def alone(self, call: Call, data: Data, tables: Tables, nobody: Channels) -> Executor:
-        """Return what runs passes of this rank without the others, activations where they are."""
+        """Return the executor of passes that this rank runs alone, activations where they are."""
         return self._made(self._stages(call, data), tables, nobody)
 
     def _made(

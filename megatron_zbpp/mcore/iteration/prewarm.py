@@ -91,7 +91,7 @@ def _held(models: Sequence[torch.nn.Module]) -> str | None:
 
 
 def _replayed(data: Sequence[Iterator | None]) -> list[ReplayIterator | None]:
-    """Return what can give data again; chunks that share an iterator share that, too.
+    """Return iterators that give data again; chunks that share an iterator share the new one.
 
     The first item is drawn here, so that what drawing does to random states stays.
     """

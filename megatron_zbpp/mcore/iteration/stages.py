@@ -72,7 +72,7 @@ class Call:
             ) from error
 
     def is_first(self, p: Pass) -> bool:
-        """Return what Megatron's steps are told of the first microbatch."""
+        """Return the flag of the first microbatch for Megatron's steps."""
         given = self.arguments
         first = self.microbatch(p) == p.slice == 0
         return schedules.check_first_val_step(given.first_val_step, given.forward_only, first)

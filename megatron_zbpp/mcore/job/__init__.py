@@ -1,1 +1,1 @@
-"""What a job asks for, and what does not go with it."""
+"""Rules of a job: settings that a schedule refuses, ignores or waits for."""

@@ -24,7 +24,7 @@ WAIT = 'optimizer steps wait for all ranks: %s'
 
 @dataclass(frozen=True)
 class Context:
-    """What conditions may ask: Megatron's settings, the schedule, the machine."""
+    """Facts that conditions ask: Megatron's settings, the schedule, the machine."""
 
     sources: tuple[Any, ...]  # objects with settings: arguments, configs of model and of DDP
     on_cpu: bool = False  # also what only a GPU can

@@ -47,7 +47,7 @@ class Shard:
 
 
 def start_all(shards: Sequence[Shard]) -> Callable[[], None] | None:
-    """Return what begins their gathers; None where there is none."""
+    """Return the function that begins gathers of parameters; None without gathers."""
 
     def start() -> None:
         for shard in shards:

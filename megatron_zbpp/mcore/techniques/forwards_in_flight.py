@@ -53,7 +53,7 @@ class ForwardsInFlight(NextIteration):
         self._unwritten: dict[int, Unwritten] = {}  # by identity of chunks
 
     def replayed(self, iterator: Iterator | None) -> Iterator | None:
-        """Return what the chunks read instead of `iterator`, in training and evaluation alike."""
+        """Return the iterator that replaces `iterator`, in training and evaluation alike."""
         if iterator is None:
             return None
         return self._replayed.setdefault(id(iterator), ReplayIterator(iterator))

@@ -278,7 +278,7 @@ class InputShard(VocabParallelEmbedding):
         return places.clamp(0, words - 1), here
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what checkpoints hold of it."""
+        """Return the entries of a sharded checkpoint."""
         return {} if self.weight is None else super().sharded_state_dict(*args, **kwargs)
 
 

@@ -49,7 +49,7 @@ def flags_of(job: Job, setup: Setup) -> list[str]:
 
 
 def processes(launcher: Sequence[str], gpus: int, per_node: int) -> list[str]:
-    """Return what starts a script, torchrun with as many processes as there are GPUs."""
+    """Return the command that starts a script: torchrun, a process for each GPU."""
     if not any(word.rpartition('/')[2] == 'torchrun' for word in launcher):
         return list(launcher)
     at = next(k for k, word in enumerate(launcher) if word.rpartition('/')[2] == 'torchrun') + 1

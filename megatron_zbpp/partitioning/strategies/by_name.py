@@ -32,7 +32,7 @@ class Choice(NamedTuple):
 
 
 def choose(name: str, space: Space) -> Choice:
-    """Return what the strategy of that name chooses.
+    """Return the partition that the strategy of that name chooses.
 
     Raises:
         ValueError: it is not known, or not for such devices or layers.

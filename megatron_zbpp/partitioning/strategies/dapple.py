@@ -127,7 +127,7 @@ def _ending(stages: Sequence[Stage], pivot: int, at: int) -> float:
 
 
 def latency_bound(stages: Sequence[Stage], num_microbatches: int) -> float:
-    """Return what no fused schedule of these stages is below: max over Q of L_Q."""
+    """Return a lower bound of fused schedules of these stages: max over Q of L_Q."""
     before, found = 0.0, 0.0
     for stage in stages:
         found = max(found, before + num_microbatches * _both(stage))
@@ -136,7 +136,7 @@ def latency_bound(stages: Sequence[Stage], num_microbatches: int) -> float:
 
 
 def simulated_latency(stages: Sequence[Stage], num_microbatches: int) -> float:
-    """Return what 1F1B takes, each stage's gradients exchanged behind its last backward."""
+    """Return the time of 1F1B, each stage's gradients exchanged behind its last backward."""
     costs = Costs.of(
         tuple(s.forward for s in stages), tuple(s.backward for s in stages), (0.0,) * len(stages)
     )

@@ -46,7 +46,7 @@ LEFT JOIN StringIds AS s ON s.id = k.shortName
 
 
 def read_trace(data: Mapping[str, Any], source: str) -> Recording:
-    """Return what a trace recorded."""
+    """Return the recording of a trace."""
     events = data[EVENTS]
     if not is_list(events):
         raise ValueError(f'{source}: {EVENTS} is no list: export the trace again')

@@ -168,7 +168,7 @@ def moves(running: tuple[int, ...]) -> tuple[Move, ...]:
 
 
 def loads(num_ranks: int, slices: int) -> list[list[Load]]:
-    """Return what each rank computes while it runs each slice, in a full pipeline."""
+    """Return the work of each rank while it runs each slice, in a full pipeline."""
     found = [[Load(0.0, 0)] * slices for _ in range(num_ranks)]
     for tick in range(slices):
         running = tuple((tick - rank) % slices for rank in range(num_ranks))

@@ -34,7 +34,7 @@ class Calls:
     second: tuple[Program, ...]  # in call 1; those behind it are the same, with later microbatches
 
     def program(self, rank: int, call: int) -> Program:
-        """Return what `rank` runs in `call`; microbatches count from the first call on."""
+        """Return the passes of `rank` in `call`; microbatches count from the first call on."""
         if call == 0:
             return self.first[rank]
         return _shifted(self.second[rank], (call - 1) * self.num_microbatches)
