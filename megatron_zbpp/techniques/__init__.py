@@ -27,7 +27,7 @@ ASKED = ('offload', 'recompute')
 # functions that put techniques without an amount into a schedule
 _ADDED = {
     'split_vocabulary': 'vocabulary.place:with_shards',
-    'split_embedding': 'vocabulary.embedding:with_embedding',
+    'split_embedding': 'vocabulary.place:with_embedding',
 }
 _OWN: dict[str, Technique] = {}  # registered by others
 

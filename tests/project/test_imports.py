@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import pkgutil
+import re
 import sys
 
 import pytest
@@ -168,3 +170,29 @@ def test_each_table_has_the_rows_of_the_index():
         names = [name for of, names in registry._INDEX for name in names if of == tier]
         assert [row.name for row in table.ROWS] == names
         assert all(find(name).tier == tier for name in names)
+
+
+NAMED = re.compile(r"'((?:megatron_zbpp\.)?[a-z_]+(?:\.[a-z_]+)+:[a-z_]+)'")
+
+
+def functions_named_by_text():
+    """What modules name by a text, for an import that waits: its file, and the text."""
+    for file in sorted((ROOT / 'megatron_zbpp').rglob('*.py')):
+        for name in NAMED.findall(file.read_text()):
+            yield pytest.param(file, name, id=name)
+
+
+@pytest.mark.parametrize(('file', 'name'), functions_named_by_text())
+def test_a_function_that_is_named_by_a_text_is_there(file, name):
+    """From the package down, or from the module's own room."""
+    room = '.'.join(file.parent.relative_to(ROOT).parts)
+    places = [name] if name.startswith('megatron_zbpp.') else [f'{room}.{name}']
+    places += [f'megatron_zbpp.schedules.{name}', f'megatron_zbpp.{name}']
+
+    def is_there(place):
+        try:
+            return callable(pkgutil.resolve_name(place))
+        except (ImportError, AttributeError):
+            return False
+
+    assert any(map(is_there, places)), name
