@@ -178,7 +178,7 @@ NAMED = re.compile(r"'((?:megatron_zbpp\.)?[a-z_]+(?:\.[a-z_]+)+:[a-z_]+)'")
 def functions_named_by_text():
     """What modules name by a text, for an import that waits: its file, and the text."""
     for file in sorted((ROOT / 'megatron_zbpp').rglob('*.py')):
-        for name in NAMED.findall(file.read_text()):
+        for name in {*NAMED.findall(file.read_text())} - {'package.module:name'}:  # an example
             yield pytest.param(file, name, id=name)
 
 
