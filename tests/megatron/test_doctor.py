@@ -368,7 +368,7 @@ def test_what_still_waits(ranks, schedule, sums):
     code, found = report(ranks, '--', *words, training=True)
     notes = found['launch_line']['notes']
     assert code == 0
-    assert any('all ranks wait: calculate_per_token_loss: ' in note for note in notes)
+    assert any('all ranks wait: calculate_per_token_loss=True: ' in note for note in notes)
     assert any('first and last rank sum' in note for note in notes) == sums
     assert any('takes 320 MiB more on each rank' in note for note in notes)
     assert not any('rerun_mode' in note for note in notes), 'they are left out'
