@@ -183,7 +183,7 @@ def first_call(schedule, config, of_ddp=None, of_loop=None):
     model = SimpleNamespace(ddp_config=of_ddp and SimpleNamespace(**of_ddp))
     call = SimpleNamespace(models=[model], forward_only=False, num_microbatches=4)
     call.adjust_tensor_shapes_fn = None
-    session = SimpleNamespace(programs=Programs(Settings(schedule)))
+    session = SimpleNamespace(programs=Programs(Settings(schedule)), faces=())
     args = of_loop and SimpleNamespace(**of_loop)
     with mock.patch.object(compat, 'training_arguments', lambda: args):
         try:
