@@ -2,7 +2,7 @@
 
 python scripts/house.py
 
-Prints each figure beside its ceiling, above which a test fails, and beside its goal. A
+Prints each figure beside its ceiling, above which a test fails, and beside its target. A
 ceiling only ever falls: a test compares it with those of earlier commits. Figures that need
 megatron-core are counted where it is installed, one of them where its training loop is, too.
 """
@@ -83,7 +83,7 @@ class Figure(NamedTuple):
     name: str
     count: Callable[[], int]
     ceiling: int  # most that is allowed today; of a floor the least
-    goal: int  # where it is to be in the end
+    target: int  # where it is to be in the end
     floor: bool = False  # more is better
     needs: str = ''  # module without which it cannot be counted
 
@@ -298,8 +298,8 @@ FIGURES = (
     ),
     Figure('functions that take a Namespace', namespace_functions, 56, 20),
     *(
-        Figure(f'files that name {name} in code', partial(technique_files, name), now, goal)
-        for name, now, goal in (
+        Figure(f'files that name {name} in code', partial(technique_files, name), now, target)
+        for name, now, target in (
             ('slices', 47, 22),
             ('the vocabulary', 11, 15),
             ('two-way', 20, 15),
@@ -320,10 +320,10 @@ FIGURES = (
 def main() -> None:
     """Print the table."""
     argparse.ArgumentParser(description=__doc__.split('\n')[0]).parse_args()
-    print(f'{"figure":<50} {"now":>8} {"ceiling":>8} {"goal":>8}')
+    print(f'{"figure":<50} {"now":>8} {"ceiling":>8} {"target":>8}')
     for figure in FIGURES:
         number = figure.count() if figure.countable else '-'
-        print(f'{figure.name:<50} {number:>8} {figure.ceiling:>8} {figure.goal:>8}')
+        print(f'{figure.name:<50} {number:>8} {figure.ceiling:>8} {figure.target:>8}')
 
 
 if __name__ == '__main__':

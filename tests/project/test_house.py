@@ -31,10 +31,10 @@ def git(*words):
 
 
 def figures_of(source):
-    """The figures of another version of the script; none before they had goals."""
+    """The figures of another version of the script; none before they had targets."""
     module = types.ModuleType('earlier_house')
     module.__file__ = str(ROOT / 'scripts' / 'house.py')
-    if 'goal: int' not in source:
+    if 'target: int' not in source:
         return ()
     sys.modules[module.__name__] = module
     try:
@@ -52,7 +52,7 @@ def raised(earlier, figures):
         for old in earlier
         if old.name not in now
         or not old.holds(now[old.name].ceiling)
-        or old.goal != now[old.name].goal
+        or old.target != now[old.name].target
     ]
 
 
@@ -73,7 +73,7 @@ def test_a_rise_is_seen():
     assert raised((lines, median), looser) == [lines.name, median.name]
     assert raised((lines, median), tighter) == []
     assert raised((lines, median), (lines,)) == [median.name]
-    assert raised((lines,), (lines._replace(goal=lines.goal + 1),)) == [lines.name]
+    assert raised((lines,), (lines._replace(target=lines.target + 1),)) == [lines.name]
     assert figures_of('class Figure: ceiling: int') == ()
     source = (ROOT / 'scripts' / 'house.py').read_text()
     assert raised(figures_of(source), house.FIGURES) == []
@@ -83,7 +83,7 @@ def test_the_page_has_the_ceilings():
     """And the command that counts prints a line for each figure."""
     page = (ROOT / 'docs' / 'architecture.md').read_text()
     rows = re.findall(r'^\| .+ \| [\d,]+ \| ([\d,]+) \| ([\d,]+) \|$', page, re.M)
-    assert rows == [(f'{each.ceiling:,}', f'{each.goal:,}') for each in house.FIGURES]
+    assert rows == [(f'{each.ceiling:,}', f'{each.target:,}') for each in house.FIGURES]
     printed = run([sys.executable, 'scripts/house.py'], cwd=ROOT).stdout.splitlines()
     assert [line.split('  ')[0] for line in printed[1:]] == [each.name for each in house.FIGURES]
 
