@@ -277,7 +277,7 @@ STOCK = Promise(
     BITS, (), 'exactness.md', "Losses, parameters and Adam's state, from one checkpoint or"
 )
 EVERY_SCHEDULE = Promise(
-    BITS, (), 'exactness.md', 'Every other schedule trains a shorter run to the bit.'
+    BITS, (), 'exactness.md', 'every other schedule trains 2 iterations to the bit.'
 )
 CLIPPED = Promise(
     CLOSE,
