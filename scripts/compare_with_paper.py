@@ -1,7 +1,7 @@
 """Prints what papers measured on A100s beside what our simulator predicts.
 
-As Markdown: without an option docs/benchmarks/paper.md (Zero Bubble, from its own pass times), with
---offload docs/benchmarks/paper-offload.md (PipeOffload, from its own times of copies), with
+As Markdown: the tables of docs/benchmarks/paper.md, without an option those of Zero Bubble (from
+its own pass times), with --offload those of PipeOffload (from its own times of copies); with
 --advise the tables of docs/advise.md (published runs, from the models' shapes).
 
     python scripts/compare_with_paper.py [--offload | --advise]

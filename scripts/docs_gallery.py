@@ -28,7 +28,7 @@ from megatron_zbpp.schedules.registry import MORE, PAPERS, RECOMMENDED, TIERS
 from megatron_zbpp.techniques.updates.versions import steady_state
 
 RANKS, MICROBATCHES = 4, 8
-PLANNER = 'pages/planner.html'  # where planner.md links to
+PLANNER = 'pages/planner.html'  # where planning.md links to
 PAGE = Path(__file__).parents[1] / 'docs' / 'schedules.md'
 _WIDTH = 132  # characters of a line of a drawing
 _FAMILIES = own_families(every=True)

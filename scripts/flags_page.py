@@ -1,4 +1,4 @@
-"""Writes the table of docs/flags.md from the options: a test holds that it is what they give.
+"""Writes the table in docs/flags.md from the options: a test holds that it is what they give.
 
 python scripts/flags_page.py
 """

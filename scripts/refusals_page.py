@@ -61,7 +61,7 @@ TRIED: tuple[tuple[str, str, str], ...] = (
     (
         'on a CPU',
         'hybrid_layer_pattern',
-        'nothing: see [hybrid models](hybrid-and-rl.md)',
+        'nothing: see [hybrid models](models-and-loops.md#hybrid-models)',
     ),
     (
         '',

@@ -116,7 +116,7 @@ def section(model: Model) -> str:
         lines.append(cells)
     table = '\n'.join('| ' + ' | '.join(map(str, line)) + ' |' for line in lines)
     title = f'{model.name}: {model.num_ranks} GPUs, {model.num_microbatches} microbatches'
-    return f'## {title}, {model.num_chunks} chunks\n\n{table}\n'
+    return f'### {title}, {model.num_chunks} chunks\n\n{table}\n'
 
 
 def page() -> str:

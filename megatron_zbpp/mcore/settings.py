@@ -179,12 +179,12 @@ class Settings:
                 'Run the chunks of each rank once before the first iteration, on all ranks at the '
                 'same time: kernels are compiled and communicators made once, and not rank after '
                 'rank. Nothing else changes, to the bit. By default on GPUs.',
-                page='[the first iteration](first-iteration.md)',
+                page='[the first iteration](gpu-tips.md#the-first-iteration)',
             ),
             Option(
                 '--no-pipeline-prewarm',
                 'Leave that out, on GPUs, too.',
-                page='[the first iteration](first-iteration.md)',
+                page='[the first iteration](gpu-tips.md#the-first-iteration)',
             ),
         ),
     )
@@ -251,7 +251,7 @@ class Settings:
         10,
         '--optimizer-post-validation-check-interval N',
         least=0,
-        page='[your own loop](your-own-loop.md)',
+        page='[your own loop](post-validation.md#in-your-own-loop)',
     )
     """Interval, in early steps, at which weights are compared with those that the next iteration
     began with: this finds what a program writes through `.data`. The first ten steps are always

@@ -230,7 +230,7 @@ def test_figures_of_a_loop(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = re.findall(r'^(\{.*\}) (\d+)$', done.stdout, re.M)
     assert [int(step) for _, step in rows] == [*range(20)]
-    page = (DOCS / 'telemetry.md').read_text()
+    page = (DOCS / 'troubleshooting.md').read_text()
     for row, _ in rows:
         found = ast.literal_eval(row)
         assert all(f'| `{name}` |' in page for name in found) and len(found) == 3

@@ -88,6 +88,14 @@ def test_the_page_has_the_ceilings():
     assert [line.split('  ')[0] for line in printed[1:]] == [each.name for each in house.FIGURES]
 
 
+def test_pages_named_by_a_date_do_not_count(monkeypatch, tmp_path):
+    monkeypatch.setattr(house, 'DOCS', tmp_path)
+    (tmp_path / 'results').mkdir()
+    for name in 'index.md', 'results/README.md', 'results/2026-11-27-GPU-2.md', 'picture.png':
+        (tmp_path / name).touch()
+    assert house.pages() == 2
+
+
 def test_what_is_counted(monkeypatch, tmp_path):
     """In code, not in comments and docstrings; a technique's own folder and tables do not count."""
     monkeypatch.setattr(house, 'PACKAGE', tmp_path)

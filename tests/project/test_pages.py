@@ -91,7 +91,7 @@ def test_the_table_of_refusals_is_what_the_rules_give():
 def test_glossary_has_the_headings_of_tables(words, capsys):
     assert main([*words.split(), '--table', 'csv']) == 0
     headings = capsys.readouterr().out.partition('\n')[0].split(',')
-    defined = (ROOT / 'docs' / 'glossary.md').read_text()
+    defined = pages.section(ROOT / 'docs' / 'architecture.md', '## Glossary')
     assert [name for name in headings if name not in defined] == []
 
 
@@ -159,7 +159,7 @@ def test_the_gallery_has_every_family():
 
 
 def test_the_api_page_has_all_that_is_public():
-    page = (ROOT / 'docs' / 'api.md').read_text()
+    page = pages.section(ROOT / 'docs' / 'flags.md', '## API')
     named = re.findall(r'^::: megatron_zbpp\.(\w+)$', page, re.M)
     assert sorted(named) == sorted(set(megatron_zbpp.__all__) - {'__version__'})
 
@@ -363,10 +363,10 @@ def test_numbers_of_shards(capsys):
 
 
 def test_numbers_of_simulated_prose(capsys):
-    """Sentences of choosing.md, planning.md and planner.md."""
-    choosing, planning, planner = (
+    """Sentences of choosing.md and planning.md."""
+    choosing, planning = (
         ' '.join((ROOT / 'docs' / f'{name}.md').read_text().split())
-        for name in ('choosing', 'planning', 'planner')
+        for name in ('choosing', 'planning')
     )
     stp, zb_v = (build(name, 8, 24) for name in ('stp', 'zb-v'))
     spans = [simulate(made, Costs.uniform(made.placement)) for made in (stp, zb_v)]
@@ -391,7 +391,7 @@ def test_numbers_of_simulated_prose(capsys):
         idle[name] = simulate(made, Costs.uniform(made.placement, 1, 1.2, 0.8)).idle_all_ranks
     assert f'{100 * idle["zb-interleaved"]:.1f} % of idle GPU time: that of `zb-int' in planning
     assert f"`zb-v`'s {100 * idle['zb-v']:.1f} %" in planning
-    assert len(families()) == 30 and planner.count('thirty') == 2
+    assert len(families()) == 30 and planning.count('thirty') == 2
 
 
 def test_formulas_of_two_way_pipelines():
@@ -444,7 +444,8 @@ def test_the_bench_of_the_page_is_its_file(capsys):
     benching._judge(rows, job)
     benching._print(rows, job)
     out = capsys.readouterr().out
-    (block,) = (b.text for b in pages.blocks() if b.page.stem == 'bench' and b.language == 'text')
+    page = ROOT / 'docs' / 'benchmarks' / 'index.md'
+    (block,) = (b.text for b in pages.blocks() if (b.page, b.language) == (page, 'text'))
     assert out.startswith(block)
 
 
@@ -474,15 +475,16 @@ def test_the_first_picture_shows_what_the_text_says(tmp_path):
 
 
 def test_names_of_other_runtimes_are_understood():
-    """On the page of those who come from there: schedules, our flags, and flags of forks."""
-    page = (ROOT / 'docs' / 'coming-from.md').read_text()
+    """In the section for those who come from there: schedules, our flags, and flags of forks."""
+    head = '## Coming from another pipeline runtime'
+    page = pages.section(ROOT / 'docs' / 'getting-started.md', head)
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_arguments(parser)
     ours = {option for action in parser._actions for option in action.option_strings}
     named = set(re.findall(r'--(?:pipeline-schedule|pipeline-[a-z]+-?[a-z-]*)', page))
     megatrons = {'--pipeline-model-parallel-layout'}
     assert named - megatrons <= ours
-    fork = page.partition('## sail-sg')[2].partition('\n## ')[0]
+    fork = page.partition('\n### sail-sg')[2].partition('\n### ')[0]
     theirs = re.findall(r'^\| `(--[a-z0-9-]+)', fork, re.M)
     assert len(theirs) > 6 and set(theirs) <= ours
     assert all(alias in page or alias.endswith('-end-iter') for alias in aliases._ALIASES)

@@ -320,7 +320,7 @@ BY_HAND = Promise(
 KILLED = Promise(
     ENDS,
     (),
-    'how-it-works.md',
+    'architecture.md',
     'Every other one writes its pass, the message it waits for and its last ten passes, and exits.',
 )
 

@@ -65,6 +65,11 @@ def commands() -> list[Command]:
     return [Command(page, line) for line, page in found.items()]
 
 
+def section(page: Path, heading: str) -> str:
+    """Returns what stands below a heading `## ...` of a page, up to the next one."""
+    return page.read_text().partition(f'\n{heading}\n')[2].partition('\n## ')[0]
+
+
 def files(page: Path) -> dict[str, str]:
     """Returns the text of each file that blocks of `page` are, by its name."""
     return {block.title: block.text for block in blocks() if block.page == page and block.title}

@@ -112,7 +112,7 @@ def test_a_plan_says_the_same(zbpp):
 
 
 def test_the_glossary_defines_both():
-    text = (ROOT / 'docs' / 'glossary.md').read_text()
+    text = (ROOT / 'docs' / 'architecture.md').read_text()
     assert (
         '| bubble | share of the longest window in which the busiest rank computes nothing' in text
     )
