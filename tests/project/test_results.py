@@ -49,8 +49,7 @@ def test_a_run_without_arguments_finds_all(request):
     assert {name for name in folders for pattern in left_out if fnmatch(name, pattern)} == set()
 
 
-# Sentences that say what no GPU has done so far, each true of the results: look at it anew where a
-# result is added.
+# Sentences that are true of the results so far: look at them anew where a result is added.
 OPEN = {
     'No GPU has trained with slices yet': 'a layer and attention kernels were timed, no training',
     'a GPU, where no hybrid model of ours has run yet': 'no Mamba layer was run',
@@ -64,7 +63,6 @@ DENIED = re.compile(r'\b(yet|not met|nothing has|no \w+ has)\b', re.IGNORECASE)
 
 
 def denials(text):
-    """Sentences of a page that say that a GPU has not done something."""
     sentences = re.split(r'(?<=[.!?:|])\s', ' '.join(text.split()))
     return [each for each in sentences if re.search(r'\bGPUs?\b', each) and DENIED.search(each)]
 
@@ -82,17 +80,11 @@ def test_no_page_denies_what_a_result_shows():
         assert any(known in sentence for sentence in found), f'no page says {known!r} any more'
 
 
-@pytest.mark.parametrize(
-    'sentence',
-    [
-        'Nothing has run on a GPU yet: neither NCCL nor kernels.',
-        'This project has not met a GPU yet.',
-        'No copy has been timed on a GPU here yet.',
-    ],
-)
-def test_denials_are_seen(sentence):
-    assert denials(f'A page. {sentence} Another one.')
-    assert not any(known in sentence for known in OPEN)
+DENIALS = ('Nothing has run on a GPU yet.', 'It has not met a GPU.', 'No copy has been on a GPU.')
+
+
+def test_denials_are_seen():
+    assert denials(f'A page. {" ".join(DENIALS)} Another one.') == [*DENIALS]
 
 
 def test_the_page_of_exactness_tells_the_size_of_the_grid():
@@ -117,7 +109,6 @@ def test_pages_are_printed_from_the_claims(capsys):
 
 
 def test_a_page_that_differs_is_named(monkeypatch, tmp_path, capsys):
-    """A page is written again where a claim has changed; what stands around the part stays."""
     page, table = tmp_path / 'page.md', tmp_path / 'claims.csv'
     page.write_text('Head.\n\n<!-- claims: limits -->\nold\n<!-- end of claims -->\n\nFoot.\n')
     table.write_text('claim,cpu,emulated,gpu,limit\nIt runs,`a`,,none yet,Not on Sundays.\n')
