@@ -14,6 +14,7 @@ import importlib.util
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch
@@ -59,14 +61,14 @@ class Pool:
         self._processes: list[psutil.Process] = []
         self._connections: list[Connection] = []
         self._joined = 0
+        self._ends = False  # whether a rank is not to be called again
         self._keeps = False  # whether ranks have Megatron's groups for the next call
         self._store: dist.Store | None = None
         atexit.register(self.stop)
 
     def run(self, size: int, function: Callable, args: tuple, timeout: float) -> list[Any]:
         """`function(*args)` on the ranks of a group of `size`: see `Ranks.run`."""
-        most = _WITH_KEPT if self._keeps else _TOO_MANY
-        if any(each.num_threads() > most for each in self._processes):
+        if self._outworn():
             self._end_ranks()
         try:
             self._start(size)
@@ -79,6 +81,14 @@ class Pool:
         except BaseException:  # whatever it is: answers may still be on their way
             self._end_ranks()
             raise
+
+    def _outworn(self) -> bool:
+        """Whether a rank ended after its last answer or is to end, or has too many threads."""
+        most = _WITH_KEPT if self._keeps else _TOO_MANY
+        try:
+            return self._ends or any(each.num_threads() > most for each in self._processes)
+        except psutil.NoSuchProcess:
+            return True
 
     def stop(self) -> None:
         """Ends the processes and whatever they started."""
@@ -96,7 +106,8 @@ class Pool:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         psutil.wait_procs(self._processes)
-        self._processes, self._connections, self._joined, self._keeps = [], [], 0, False
+        self._processes, self._connections, self._joined = [], [], 0
+        self._keeps = self._ends = False
 
     def _start(self, size: int) -> None:
         for rank in range(len(self._processes), size):
@@ -114,7 +125,8 @@ class Pool:
         context = mp.get_context('spawn')
         ours, theirs = context.Pipe()
         process = context.Process(target=_fork_ranks, args=(theirs, *self.prepared))
-        process.start()  # no daemon: it has children, which have some where they save a checkpoint
+        with mock.patch.dict(os.environ, PYTHONHASHSEED='random'):
+            process.start()  # no daemon: it has children, which have some where they save
         theirs.close()
         return process, ours
 
@@ -130,10 +142,11 @@ class Pool:
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
-                    failed, value, keeps = connection.recv()
+                    failed, value, keeps, ends = connection.recv()
                 except EOFError:
-                    failed, value, keeps = True, 'died', False
+                    failed, value, keeps, ends = True, 'died', False, True
                 self._keeps |= keeps
+                self._ends |= ends
                 (errors if failed else results)[rank] = value
                 if failed:  # others may wait for it, and for ever
                     deadline = min(deadline, time.monotonic() + _LAST_WORDS)
@@ -243,10 +256,7 @@ def _import_megatron() -> None:
 
 
 def _serve(
-    rank: int,
-    connection: Connection,
-    parents: Connection,
-    make_ready: Callable | None,
+    rank: int, connection: Connection, parents: Connection, make_ready: Callable | None
 ) -> None:
     """Answers calls until the parent is gone."""
     parents.close()
@@ -265,9 +275,9 @@ def _serve(
         try:
             value = function(*args)
             keeps = _keeps_groups()
-            connection.send((False, value, keeps))
+            connection.send((False, value, keeps, not keeps and _is_watched()))
         except BaseException:  # reported to the test, SystemExit included
-            connection.send((True, traceback.format_exc(), keeps))
+            connection.send((True, traceback.format_exc(), keeps, True))
         if not keeps and psutil.Process().num_threads() > most:
             let_go()
             if psutil.Process().num_threads() > most:  # held by what was in use before
@@ -281,6 +291,11 @@ def _keeps_groups() -> bool:
     """Whether a function has left Megatron's groups to the next one, and not by an error."""
     state = sys.modules.get('megatron.core.parallel_state')
     return state is not None and state.model_parallel_is_initialized()
+
+
+def _is_watched() -> bool:
+    """Whether a watchdog is to end this process, since a training that it watched has failed."""
+    return any(thread.name == 'watchdog' for thread in threading.enumerate())
 
 
 def let_go() -> None:
