@@ -190,6 +190,37 @@ def test_zero_bubble_table_5_automatic(automatic, row):
     assert max(peak(schedule, costs)) <= laps * p * costs.amounts['activation'][0]
 
 
+TIMES = ((1.0, 1.0, 1.0), (18.522, 18.086, 9.337), (1.0, 1.2, 0.8), (5.0, 6.0, 4.0))
+
+
+@pytest.mark.parametrize('p', range(2, 17))
+@pytest.mark.parametrize(('forward', 'backward', 'weight'), TIMES)
+def test_published_bubbles(p, forward, backward, weight):
+    """Idle time of the worst rank in its window (arXiv 2401.10241, table 2; section 6 for ZB-V)."""
+    m = 2 * p
+    total = m * (forward + backward + weight)
+    bubbles = {
+        '1f1b': (p - 1) * (forward + backward + weight),
+        'zb-h1': (p - 1) * (forward + backward - weight),
+        'zb-h2': (p - 1) * (forward + backward - 2 * weight),
+    }
+    for name, bubble in bubbles.items():
+        schedule = build(name, p, m)
+        costs = Costs.uniform(schedule.placement, forward, backward, weight)
+        assert max(simulate(schedule, costs).windows) - total == pytest.approx(bubble), name
+
+
+@pytest.mark.parametrize('p', range(2, 17))
+@pytest.mark.parametrize('extra', [0, 1, 7])
+def test_zb_v_has_no_bubble_at_equal_times(p, extra):
+    """And its windows start half a rank's forward apart, so that (p-1)/2 remain of the makespan."""
+    schedule = build('zb-v', p, 2 * p + extra)
+    timeline = simulate(schedule, Costs.uniform(schedule.placement))
+    assert max(timeline.windows) == pytest.approx(3 * (2 * p + extra))
+    assert timeline.makespan - max(timeline.windows) == pytest.approx((p - 1) / 2)
+    assert timeline.bubble_window == pytest.approx(0, abs=1e-12)
+
+
 def large_schedule(p: int, m: int, v: int) -> Schedule:
     """All forwards, chunk by chunk, then B and W in turns: every rank has 3*m*v passes."""
     placement = Placement.loop(p, v)

@@ -55,6 +55,18 @@ def test_placement_with_an_empty_rank(ranks):
         Placement(ranks)
 
 
+@pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v'])
+def test_json_and_back(name):
+    schedule = build(name, 3, 5)
+    assert Schedule.from_json(schedule.to_json()) == schedule
+
+
+@pytest.mark.parametrize('text', ['{}', '[]', '{"format": "megatron_zbpp.schedule/1"}', 'x'])
+def test_json_of_something_else(text):
+    with pytest.raises(ValueError):
+        Schedule.from_json(text)
+
+
 @pytest.mark.parametrize(
     ('old', 'new', 'said'),
     [
