@@ -1,11 +1,12 @@
 """Which backend carries what, and what groups for messages inherit."""
 
-from __future__ import annotations
-
+import os
+import threading
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -160,3 +161,19 @@ def test_what_has_left_is_let_go(ranks):
     """At the next pass, whether it sends or not; on gloo, which cannot tell, at the end."""
     assert ranks(2).run(sent, nccl.NAME)[0] == [1, 1, 0, 0]
     assert ranks(2).run(sent, 'gloo')[0] == [1, 1, 1, 0]
+
+
+def process_of_a_rank(watched):
+    if watched:
+        threading.Thread(target=threading.Event().wait, name='watchdog', daemon=True).start()
+    return os.getpid()
+
+
+def test_a_process_that_ended_or_is_to_end_is_not_called_again(ranks):
+    watched = ranks(2).run(process_of_a_rank, True)
+    others = ranks(2).run(process_of_a_rank, False)
+    assert not {*watched} & {*others}
+    killed = psutil.Process(others[0])
+    killed.kill()
+    psutil.wait_procs([killed])
+    assert not {*others} & {*ranks(2).run(process_of_a_rank, False)}

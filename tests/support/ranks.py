@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from typing import Any
-from unittest import mock
 
 import psutil
 import torch
@@ -61,7 +60,6 @@ class Pool:
         self._processes: list[psutil.Process] = []
         self._connections: list[Connection] = []
         self._joined = 0
-        self._ends = False  # whether a rank is not to be called again
         self._keeps = False  # whether ranks have Megatron's groups for the next call
         self._store: dist.Store | None = None
         atexit.register(self.stop)
@@ -83,10 +81,10 @@ class Pool:
             raise
 
     def _outworn(self) -> bool:
-        """Whether a rank ended after its last answer or is to end, or has too many threads."""
+        """Whether a rank ended after its last answer, or has too many threads."""
         most = _WITH_KEPT if self._keeps else _TOO_MANY
         try:
-            return self._ends or any(each.num_threads() > most for each in self._processes)
+            return any(each.num_threads() > most for each in self._processes)
         except psutil.NoSuchProcess:
             return True
 
@@ -106,8 +104,7 @@ class Pool:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         psutil.wait_procs(self._processes)
-        self._processes, self._connections, self._joined = [], [], 0
-        self._keeps = self._ends = False
+        self._processes, self._connections, self._joined, self._keeps = [], [], 0, False
 
     def _start(self, size: int) -> None:
         for rank in range(len(self._processes), size):
@@ -125,8 +122,7 @@ class Pool:
         context = mp.get_context('spawn')
         ours, theirs = context.Pipe()
         process = context.Process(target=_fork_ranks, args=(theirs, *self.prepared))
-        with mock.patch.dict(os.environ, PYTHONHASHSEED='random'):
-            process.start()  # no daemon: it has children, which have some where they save
+        process.start()  # no daemon: it has children, which have some where they save a checkpoint
         theirs.close()
         return process, ours
 
@@ -135,7 +131,7 @@ class Pool:
         for connection in connections:
             connection.send((function, args))
         results, errors = {}, {}
-        self._keeps = False
+        self._keeps = doomed = False
         waiting = dict(zip(connections, range(size), strict=True))
         deadline = time.monotonic() + timeout
         while waiting and (ready := wait([*waiting], max(0, deadline - time.monotonic()))):
@@ -144,15 +140,17 @@ class Pool:
                 try:
                     failed, value, keeps, ends = connection.recv()
                 except EOFError:
-                    failed, value, keeps, ends = True, 'died', False, True
+                    failed, value, keeps, ends = True, 'died', False, False
                 self._keeps |= keeps
-                self._ends |= ends
+                doomed |= ends
                 (errors if failed else results)[rank] = value
                 if failed:  # others may wait for it, and for ever
                     deadline = min(deadline, time.monotonic() + _LAST_WORDS)
         errors |= dict.fromkeys(waiting.values(), 'no answer')
         if errors:
             raise RankError('\n'.join(f'rank {rank}: {errors[rank]}' for rank in sorted(errors)))
+        if doomed:  # by a watchdog, which would strike in a later call
+            self._end_ranks()
         return [results[rank] for rank in range(size)]
 
 
@@ -277,7 +275,7 @@ def _serve(
             keeps = _keeps_groups()
             connection.send((False, value, keeps, not keeps and _is_watched()))
         except BaseException:  # reported to the test, SystemExit included
-            connection.send((True, traceback.format_exc(), keeps, True))
+            connection.send((True, traceback.format_exc(), keeps, False))
         if not keeps and psutil.Process().num_threads() > most:
             let_go()
             if psutil.Process().num_threads() > most:  # held by what was in use before
