@@ -1,7 +1,5 @@
 """The figures of the house stay under ceilings that only fall, and their counts can count."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -177,9 +177,8 @@ NAMED = re.compile(r"'((?:megatron_zbpp\.)?[a-z_]+(?:\.[a-z_]+)+:[a-z_]+)'")
 
 def functions_named_by_text():
     for file in sorted((ROOT / 'megatron_zbpp').rglob('*.py')):
-        for name in sorted(
-            {*NAMED.findall(file.read_text())} - {'package.module:name'}
-        ):  # an example
+        names = {*NAMED.findall(file.read_text())} - {'package.module:name'}  # an example
+        for name in sorted(names):
             yield pytest.param(file, name, id=name)
 
 

@@ -416,8 +416,8 @@ def table(page, row):
 
 def test_measured_numbers_are_those_of_their_files():
     """README's are those of the page of benchmarks, and of the runs on a GPU."""
-    readme, measured = pages.README, ROOT / 'docs' / 'benchmarks' / 'index.md'
-    block = readme.read_text().partition('\n## Measured')[2].partition('\n## ')[0]
+    measured = ROOT / 'docs' / 'benchmarks' / 'index.md'
+    block = pages.section(pages.README, '## Measured')
     rows = re.findall(r'^\| (.+?) \| (\d.+) \|$', block, re.M)
     assert len(rows) == 6
     for name, cells in rows:
@@ -430,7 +430,7 @@ def test_measured_numbers_are_those_of_their_files():
     }
     said = f"we predict {speed['zb-v'] / speed['1f1b']:.2f} times 1F1B's tokens for `zb-v`, "
     said += f'{speed["zb-h1"] / speed["1f1b"]:.2f} for `zb-h1`'
-    assert said in ' '.join(readme.read_text().split())
+    assert said in ' '.join(pages.README.read_text().split())
 
 
 def test_the_bench_of_the_page_is_its_file(capsys):
@@ -498,8 +498,7 @@ def test_names_of_other_runtimes_are_understood():
 
 def test_schedules_beside_those_of_languages_are_there():
     """On the page of planning: names that one can give, and passes that a file can have."""
-    page = (ROOT / 'docs' / 'planning.md').read_text()
-    section = page.partition('## What schedule languages express')[2].partition('\n## ')[0]
+    section = pages.section(ROOT / 'docs' / 'planning.md', '## What schedule languages express')
     cells = [line.split('|')[2] for line in section.splitlines() if line.startswith('|')]
     words = re.findall(r'`([\w-]+)`', ''.join(cells))
     no_names = {'placement', 'passes', 'auto', *(word for word in words if word.isupper())}
