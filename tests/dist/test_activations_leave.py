@@ -1,7 +1,5 @@
 """What autograd saved leaves and comes back: plain stages in one process, to the bit."""
 
-from __future__ import annotations
-
 import functools
 import random
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Settings that differ are found by all ranks, and named with the ranks that have them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks whose clocks are hours apart are measured on one."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 from timed import Pipeline, ShiftedClock

@@ -1,7 +1,5 @@
 """Time and memory of what moves, as simulated: with a copy engine that sleeps beside the passes."""
 
-from __future__ import annotations
-
 import json
 import os
 

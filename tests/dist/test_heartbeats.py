@@ -1,7 +1,5 @@
 """Ranks have the stores in which they say where they are before the first of them may die."""
 
-from __future__ import annotations
-
 import queue
 import time
 from math import inf

@@ -1,7 +1,5 @@
 """A line of the log tells the mean of all iterations since the line before."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from statistics import fmean
 

@@ -1,7 +1,5 @@
 """The runtime on groups that order and block as NCCL's: whatever waits for what, it ends."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest

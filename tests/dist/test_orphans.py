@@ -1,7 +1,5 @@
 """A forked or spawned child ends with its parent, though that is killed."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import time

@@ -1,7 +1,5 @@
 """What forwards have saved on the partner meanwhile (BPipe): small stages, to the bit."""
 
-from __future__ import annotations
-
 import gc
 import time
 from unittest import mock

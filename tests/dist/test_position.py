@@ -1,7 +1,5 @@
 """Where a rank stands while its device is behind its host, and what SIGTERM does to it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

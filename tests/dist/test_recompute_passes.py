@@ -1,7 +1,5 @@
 """R passes: forwards that keep their input only run again; small stages, to the bit."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from grids import grid

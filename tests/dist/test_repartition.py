@@ -1,7 +1,5 @@
 """What `auto` says of other partitions, and the file that it leaves."""
 
-from __future__ import annotations
-
 import re
 import sys
 

@@ -1,7 +1,5 @@
 """Slices of sequences on plain torch stages: each slice reads what the slices before it left."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

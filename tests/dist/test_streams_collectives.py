@@ -1,7 +1,5 @@
 """Collectives on recorded streams: beside the passes, which neither wait nor race."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from unittest import mock
 

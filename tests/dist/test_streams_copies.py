@@ -1,7 +1,5 @@
 """Copies of activations on recorded streams, and the page-locked memory that they go to."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -3,8 +3,6 @@
 In a process of its own: who has the device keeps it.
 """
 
-from __future__ import annotations
-
 import pytest
 from recorded import device
 

@@ -1,7 +1,5 @@
 """The executor on recorded streams: passes do not wait for the device, messages are in order."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from unittest import mock
 

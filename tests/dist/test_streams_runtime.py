@@ -1,7 +1,5 @@
 """What the runtime asks of CUDA, and when: on recorded streams nothing waits that need not."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import tempfile

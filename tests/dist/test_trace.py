@@ -1,7 +1,5 @@
 """Pictures of an iteration: planned beside measured, all ranks in one trace; profiles."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """S and T on real ranks: collectives begin in the program's order, and who takes them waits."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

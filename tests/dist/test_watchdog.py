@@ -1,7 +1,5 @@
 """A rank dies, stalls or errs in each phase of its schedule: all others say where they stand."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

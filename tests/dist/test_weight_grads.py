@@ -1,7 +1,5 @@
 """The weight-gradient store by itself: gradients as autograd would have accumulated them."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,7 +1,5 @@
 """The schedule as a value."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a rank runs by itself: one microbatch of each stage, for which it waits for nobody."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_zbpp.analysis.program import Begin, Exchange, Hand, Join, Receive, Send

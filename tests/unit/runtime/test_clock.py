@@ -1,7 +1,5 @@
 """CUDA's clock on events that are made up."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,7 +1,5 @@
 """One clock for all ranks: round trips bound the error, causality corrects what is left."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import pytest

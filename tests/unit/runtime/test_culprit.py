@@ -1,7 +1,5 @@
 """Who is blamed, from what ranks say of themselves."""
 
-from __future__ import annotations
-
 from megatron_zbpp.runtime.guard.culprit import RankStatus, find_culprit
 
 ALL = {0, 1, 2, 3}

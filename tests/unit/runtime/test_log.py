@@ -1,7 +1,5 @@
 """Messages to the user: where they go by themselves, by the environment, and by the program."""
 
-from __future__ import annotations
-
 import sys
 
 import pages

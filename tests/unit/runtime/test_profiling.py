@@ -1,7 +1,5 @@
 """Passes by name in profiles, and what that costs while there is none."""
 
-from __future__ import annotations
-
 import time
 import timeit
 

@@ -1,7 +1,5 @@
 """What torch keeps to itself is in the installed release, and does what we take it to do."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

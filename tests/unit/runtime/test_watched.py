@@ -1,7 +1,5 @@
 """What the watchdog looks at, one thing after the other."""
 
-from __future__ import annotations
-
 import time
 from unittest import mock
 
