@@ -22,7 +22,6 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from megatron_zbpp.mcore import enabled
 from megatron_zbpp.version import __version__
 
 if TYPE_CHECKING:
@@ -35,15 +34,14 @@ if TYPE_CHECKING:
     from megatron_zbpp.ir import Pass, Placement, Schedule
     from megatron_zbpp.ir.costs import Costs
     from megatron_zbpp.ir.formats import load
-    from megatron_zbpp.ir.grid import ScheduleError
     from megatron_zbpp.ir.layout import ModelLayout
-    from megatron_zbpp.mcore.enabling import enable
+    from megatron_zbpp.ir.schedule import ScheduleError
+    from megatron_zbpp.mcore.enabled import enable
     from megatron_zbpp.mcore.iteration.observe import Observer
     from megatron_zbpp.mcore.training_log import Summary
-    from megatron_zbpp.partitioning.devices import Device, Devices
-    from megatron_zbpp.partitioning.layers import Layer, Layers
+    from megatron_zbpp.partitioning.layers import Device, Devices, Layer, Layers
     from megatron_zbpp.partitioning.plans import PartitionPlan, partition
-    from megatron_zbpp.planner.compare import compare
+    from megatron_zbpp.planner.figures import compare
     from megatron_zbpp.planning import frontier, plan
     from megatron_zbpp.render.drawing import draw
     from megatron_zbpp.runtime.measure import Figures
@@ -92,14 +90,13 @@ _MODULES = {
     'guests.side_work': ('forwards',),
     'ir': ('Pass', 'Placement', 'Schedule'),
     'ir.costs': ('Costs',),
-    'ir.grid': ('ScheduleError',),
+    'ir.schedule': ('ScheduleError',),
     'ir.formats': ('load',),
     'ir.layout': ('ModelLayout',),
-    'mcore.enabling': ('enable',),
-    'partitioning.devices': ('Device', 'Devices'),
-    'partitioning.layers': ('Layer', 'Layers'),
+    'mcore.enabled': ('enable',),
+    'partitioning.layers': ('Device', 'Devices', 'Layer', 'Layers'),
     'partitioning.plans': ('PartitionPlan', 'partition'),
-    'planner.compare': ('compare',),
+    'planner.figures': ('compare',),
     'planning': ('frontier', 'plan'),
     'render.drawing': ('draw',),
     'schedules': ('Family', 'build'),
@@ -189,7 +186,8 @@ def guard(what: str) -> AbstractContextManager[None]:
     Args:
         what: its name, for the report of a rank that waits in it.
     """
-    plugin = enabled.plugin
+    from megatron_zbpp.mcore.enabled import plugin
+
     return nullcontext() if plugin is None else plugin.session.watchdog.collective(what)
 
 
@@ -204,11 +202,11 @@ def data_parallel_rank(vp_stage: int | None = None) -> int:
     """
     from megatron.core import parallel_state
 
-    if enabled.plugin is None:
-        return parallel_state.get_data_parallel_rank()
-    from megatron_zbpp.mcore.replicas import data_parallel_rank
+    from megatron_zbpp.mcore.enabled import plugin
 
-    return data_parallel_rank(enabled.plugin.session, vp_stage or 0)
+    if plugin is None:
+        return parallel_state.get_data_parallel_rank()
+    return plugin.data_parallel_rank(vp_stage or 0)
 
 
 def observe(device: torch.device, pp_group: dist.ProcessGroup) -> AbstractContextManager[Observer]:
@@ -232,7 +230,9 @@ def figures() -> Figures | None:
     Bubble and idle time are means of all iterations since, memory is the most that any rank held.
     None where no iteration of training has ended since.
     """
-    return None if enabled.plugin is None else enabled.plugin.figures()
+    from megatron_zbpp.mcore.enabled import plugin
+
+    return None if plugin is None else plugin.figures()
 
 
 def summary() -> Summary | None:
@@ -243,11 +243,13 @@ def summary() -> Summary | None:
     NVIDIA's loop prints it at its end; all ranks of a loop of one's own ask for it. None where no
     iteration of training has ended.
     """
-    if enabled.plugin is None:
+    from megatron_zbpp.mcore.enabled import plugin
+
+    if plugin is None:
         return None
     from megatron_zbpp.mcore.training_log import summarise
 
-    return summarise(enabled.plugin.session)
+    return summarise(plugin.session)
 
 
 def add_arguments() -> None:

@@ -20,10 +20,7 @@ __all__ = ['enable']
 
 
 def enable(
-    config: Any,
-    schedule: str | Schedule = 'zb-h1',
-    num_chunks: int | None = None,
-    **options: Any,
+    config: Any, schedule: str | Schedule = 'zb-h1', num_chunks: int | None = None, **options: Any
 ) -> Plugin:
     """Enable `schedule` for Megatron-Bridge, and write what it needs into `config`.
 
@@ -51,4 +48,6 @@ def enable(
     from megatron_zbpp.mcore.settings import Settings
 
     settings = made_by('bridge.enable', Settings, schedule, num_chunks, **options)
-    return enabled.enable(prepare(config, settings))
+    job = prepare(config, settings)
+    assert job.settings is not None
+    return enabled.switch(job.settings, job.programs, job.names)

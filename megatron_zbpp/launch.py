@@ -12,10 +12,11 @@ import argparse
 import os
 import runpy
 import sys
+from collections.abc import Iterator, MutableMapping, Sequence
+from math import gcd
 from pathlib import Path
 
-from megatron_zbpp.emulation import cpu, te
-from megatron_zbpp.emulation.flags import cpu_flags, wants_transformer_engine
+from megatron_zbpp.emulation import cpu, cpu_flags, te, wants_transformer_engine
 
 PATH = 'PYTHONPATH'
 
@@ -49,16 +50,20 @@ def main(argv: list[str] | None = None) -> None:
     sys.path.insert(0, str(args.script.resolve().parent))  # its megatron is the one to use
     if args.cpu:
         try:
-            _install_cpu(args.arguments)
+            cpu.install()
+            if wants_transformer_engine(args.arguments):
+                te.install()
         except ModuleNotFoundError as error:
             parser.exit(2, f'{parser.prog}: error: {error}\n')
+        hook = str(Path(cpu.__file__).parent / 'subprocess_hook')
+        os.environ[PATH] = os.pathsep.join([hook, *filter(None, [os.environ.get(PATH)])])
 
     from megatron_zbpp.mcore import enabled
-    from megatron_zbpp.mcore.command_line import arguments, pairing
+    from megatron_zbpp.mcore.command_line import arguments
 
     try:
         if args.pair_partners:
-            os.environ['RANK'] = str(pairing.rank_for(args.arguments, os.environ))
+            os.environ['RANK'] = str(rank_for(args.arguments, os.environ))
         arguments.install()
         if os.environ.get('RANK', '0') == '0' and (lacks := arguments.lacks_compiler()):
             raise RuntimeError(lacks)
@@ -102,12 +107,50 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _install_cpu(words: list[str]) -> None:
-    cpu.install()
-    if wants_transformer_engine(words):
-        te.install()
-    hook = str(Path(cpu.__file__).parent / 'subprocess_hook')
-    os.environ[PATH] = os.pathsep.join([hook, *filter(None, [os.environ.get(PATH)])])
+def rank_for(words: Sequence[str], environ: MutableMapping[str, str]) -> int:
+    """Return the rank that this process becomes."""
+    missing = [name for name in ('RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE') if name not in environ]
+    if missing:
+        raise ValueError(f'--pair-partners needs {", ".join(missing)}: launch with torchrun')
+    rank, world, local = (int(environ[n]) for n in ('RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE'))
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument('--pipeline-model-parallel-size', type=int, default=1)
+    parser.add_argument('--tensor-model-parallel-size', type=int, default=1)
+    parser.add_argument('--use-tp-pp-dp-mapping', action='store_true')
+    sizes, _ = parser.parse_known_args(list(words))
+    if sizes.use_tp_pp_dp_mapping:
+        raise ValueError(
+            '--pair-partners orders stages that are far apart, which --use-tp-pp-dp-mapping puts '
+            'side by side: give one of them'
+        )
+    stages, tensor = sizes.pipeline_model_parallel_size, sizes.tensor_model_parallel_size
+    return tuple(paired(world, stages, tensor, local))[rank]
+
+
+def paired(world: int, stages: int, tensor: int, local: int) -> Iterator[int]:
+    """Yield the rank of each process, node by node.
+
+    On each node first ranks of a stage and then as many of its partner; the first stays the first.
+    """
+    if world % stages:
+        raise ValueError(f'{world} ranks are not a multiple of {stages} pipeline ranks')
+    each = world // stages  # ranks of a stage
+    together = gcd(each, local // 2)  # of them on one node
+    fits = world % local == 0 and local % 2 == 0 and together % tensor == 0
+    if world > local and not fits:
+        raise ValueError(
+            f'--pair-partners: nodes of {local} processes cannot hold both of a pair, '
+            f'{tensor} ranks of either at least: give nodes an even number of processes, a '
+            'multiple of twice the tensor-parallel size, or leave it out'
+        )
+    if world <= local:
+        yield from range(world)  # one node: all are beside each other
+        return
+    for first in range((stages + 1) // 2):
+        pair = dict.fromkeys((first, stages - 1 - first))
+        for begin in range(0, each, together):
+            for stage in pair:
+                yield from range(stage * each + begin, stage * each + begin + together)
 
 
 if __name__ == '__main__':

@@ -10,21 +10,21 @@ from typing import Any
 from megatron_zbpp.ir import Schedule, strict_json
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.costs_file import SELECTIVE
-from megatron_zbpp.partitioning.layer_costs import LayerCosts
 from megatron_zbpp.partitioning.layers import Layers
+from megatron_zbpp.partitioning.space import LayerCosts
 from megatron_zbpp.planner import plans
 from megatron_zbpp.planner.cases import IN_FILE, CaseRequest, Undecided
 from megatron_zbpp.planner.cost_sources import CostSource, Overlap, StageCosts, Times
 from megatron_zbpp.planner.limits import Candidate, Graphs, Limit
 from megatron_zbpp.planner.plan_requests import PLACEMENTS, PlanAnswer, PlanRequest
 from megatron_zbpp.planner.plans import Plan
-from megatron_zbpp.planner.sequence_slices import SliceRequest
 from megatron_zbpp.planner.shard_plans import ShardSearch
 from megatron_zbpp.techniques import NAMES
 from megatron_zbpp.techniques.composition import OUTPUT, SHARED_LAYERS
-from megatron_zbpp.techniques.slices.balance import Attention
-from megatron_zbpp.techniques.slices.sizes import AUTO, LEAST, Slices, slices_of
+from megatron_zbpp.techniques.slices.graph import AUTO, LEAST, Slices, slices_of
 
+_OF_CANDIDATES = ('spent', 'starts', 'graph')
+_COMMON = ('memory_limit', 'objective', 'seconds', 'seed')  # of ranks and of candidates
 AnyCosts = Sequence[float] | Costs | Layers | str | PathLike[str]
 
 
@@ -105,48 +105,19 @@ def plan(
         PlanningInterrupted: by Ctrl-C; it has the best plan by then.
         ValueError: no schedule keeps the limit, or arguments contradict each other.
     """
-    options = {
-        'costs': costs,
-        'num_chunks': num_chunks,
-        'placements': placements,
-        'num_layers': num_layers,
-        'comm': comm,
-        'together': together,
-        'slices': slices,
-        'seq_length': seq_length,
-        'attention': attention,
-        'least_slice': least_slice,
-        'vocab_parallel': vocab_parallel,
-        'vocab_layers': vocab_layers,
-        'actions': actions,
-        'copy_ratio': copy_ratio,
-        'cache': cache,
-    }
+    options = {**locals()}
+    del options['candidates'], options['num_microbatches'], options['progress']
+    of_candidates = {name: options.pop(name) for name in _OF_CANDIDATES}
     if isinstance(candidates, Sequence):
-        _refuse(_changed(options), 'a number of ranks in place of candidates')
-        return plans.plan(
-            candidates,
-            num_microbatches,
-            memory_limit=memory_limit,
-            objective=objective,
-            seconds=seconds,
-            spent=spent,
-            seed=seed,
-            starts=starts,
-            graph=graph,
-            progress=progress,
-        )
-    own = {'spent': spent, 'starts': starts, 'graph': graph}
-    _refuse([name for name, value in own.items() if value], 'candidates in place of ranks')
-    request = _request(
-        candidates,
-        num_microbatches,
-        memory_limit=memory_limit,
-        objective=objective,
-        seconds=seconds,
-        seed=seed,
-        **options,
+        common = {name: options.pop(name) for name in _COMMON}
+        changed = [name for name, value in options.items() if value != _defaults()[name]]
+        _refuse(changed, 'a number of ranks in place of candidates')
+        of_candidates |= {**common, 'progress': progress}
+        return plans.plan(candidates, num_microbatches, **of_candidates)
+    _refuse(
+        [name for name, value in of_candidates.items() if value], 'candidates in place of ranks'
     )
+    request = _request(candidates, num_microbatches, options)
     if request.case.vocab_parallel is not None:
         return ShardSearch(request).plan(progress)
     return request.plan(progress)
@@ -175,12 +146,11 @@ def frontier(
         FrontierInterrupted: by Ctrl-C; it has the best plans by then.
         ValueError: as `plan`.
     """
-    return _request(num_ranks, num_microbatches, **options).frontier(limits, progress)
+    return _request(num_ranks, num_microbatches, options).frontier(limits, progress)
 
 
-def _changed(options: Mapping[str, Any]) -> list[str]:
-    defaults = plan.__kwdefaults__ or {}
-    return [name for name, value in options.items() if value != defaults[name]]
+def _defaults() -> dict[str, Any]:
+    return plan.__kwdefaults__ or {}
 
 
 def _refuse(names: Sequence[str], needed: str) -> None:
@@ -188,59 +158,33 @@ def _refuse(names: Sequence[str], needed: str) -> None:
         raise ValueError(f'{", ".join(names)}: give {needed}, or leave them out')
 
 
-def _request(
-    num_ranks: int,
-    num_microbatches: int,
-    *,
-    costs: AnyCosts = (1.0, 1.0, 1.0),
-    num_chunks: int | Sequence[int] | None = None,
-    together: float | Mapping[str, float] | None = None,
-    slices: Slices | str | None = None,
-    seq_length: int | None = None,
-    attention: float | Mapping[int, float] = 0.0,
-    vocab_parallel: float | str | None = None,
-    vocab_layers: str = OUTPUT,
-    comm: float | None = None,
-    copy_ratio: float | None = None,
-    memory_limit: Any = None,
-    cache: str | PathLike[str] | None = None,
-    **others: Any,
-) -> PlanRequest:
-    """Return the request of `plan`'s arguments."""
+def _request(num_ranks: int, num_microbatches: int, options: Mapping[str, Any]) -> PlanRequest:
+    """Return the request of `plan`'s arguments; `options`: those that are named."""
+    if unknown := options.keys() - _defaults().keys() | options.keys() & {*_OF_CANDIDATES}:
+        raise TypeError(f'unknown arguments: {", ".join(sorted(unknown))}')
     strict_json.require_whole(num_ranks=num_ranks, num_microbatches=num_microbatches)
-    for name, size in (('num_ranks', num_ranks), ('num_microbatches', num_microbatches)):
+    sizes = {'num_ranks': num_ranks, 'num_microbatches': num_microbatches}
+    for name, size in sizes.items():
         if size < 1:
             raise ValueError(f'{name} is {size}: give a whole number from 1 up')
-    _require_known('placements', others.get('placements', ()), PLACEMENTS)
-    _require_known('actions', others.get('actions', ()), (*NAMES, SELECTIVE))
-    _require_known('vocab_layers', [vocab_layers], SHARED_LAYERS)
-    if vocab_parallel is not None and isinstance(memory_limit, Sequence):
+    given = {**_defaults(), **options}
+    _require_known('placements', given['placements'], PLACEMENTS)
+    _require_known('actions', given['actions'], (*NAMES, SELECTIVE))
+    _require_known('vocab_layers', [given['vocab_layers']], SHARED_LAYERS)
+    share, slices = given['vocab_parallel'], given['slices']
+    if share is not None and isinstance(given['memory_limit'], Sequence):
         raise ValueError('vocab_parallel is planned under one memory limit: give a number')
-    cut = SliceRequest(
-        None if slices is None else slices_of(slices),
-        seq_length,
-        Attention(attention) if isinstance(attention, int | float) else attention,
-    )
-    case = CaseRequest(
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        cut=cut,
-        costs=_source(costs),
-        comm=comm,
-        together=_overlap(together),
-        memory_limit=memory_limit,
-        vocab_parallel=_share(vocab_parallel),
-        vocab_layers=vocab_layers,
-        copy_ratio=copy_ratio,
-    )
-    return PlanRequest(
-        case,
-        num_ranks,
-        num_microbatches,
-        [num_chunks] if isinstance(num_chunks, int) else num_chunks,
-        folder=None if cache is None else Path(cache),
-        **others,
-    )
+    of_case = {
+        'slices': None if slices is None else slices_of(slices),
+        'costs': _source(given['costs']),
+        'together': _overlap(given['together']),
+        'vocab_parallel': _share(share),
+    }
+    case = CaseRequest.of({**given, **sizes, **of_case, 'num_chunks': None})
+    chunks, folder = given['num_chunks'], given['cache']
+    given['num_chunks'] = [chunks] if isinstance(chunks, int) else chunks
+    given['folder'] = None if folder is None else Path(folder)
+    return PlanRequest.of(case, {**given, **sizes})
 
 
 def _require_known(argument: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -264,8 +208,7 @@ def _overlap(together: float | Mapping[str, float] | None) -> Overlap | None:
     if together is None or isinstance(together, int | float):
         return None if together is None else Overlap(float(together), {})
     _require_known('together', together, ('FB', 'FF', 'FW'))
-    pairs = {'FF': 1.0, 'FW': 1.0, **together}
-    return Overlap(pairs.pop('FB', 1.0), pairs)
+    return Overlap.of(together)
 
 
 def _share(asked: float | str | None) -> float | str | Undecided | None:

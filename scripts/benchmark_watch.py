@@ -21,7 +21,7 @@ import megatron_zbpp
 
 DEVICE = megatron_zbpp.device()  # before megatron.core is imported
 
-from megatron_zbpp.mcore.optimizer.entry_check import EntryState
+from megatron_zbpp.mcore.optimizer.early_steps import EntryState
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.post_validation.watch import Watch, Watched
 from megatron_zbpp.runtime.compat import unseen_by_autograd
@@ -83,7 +83,7 @@ def measure(hidden: int, layers: int, tokens: int, rounds: int) -> Row:
         watch = Watch(watched, hashed, unseen_by_autograd)
         watch.changes()
         watch.differ()
-        EntryState.of([stage], look=hashed)
+        EntryState([stage], hashed)
 
     def timed(function: Callable[[], None]) -> float:
         start = _now()

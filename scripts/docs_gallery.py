@@ -2,9 +2,8 @@
 
 python scripts/docs_gallery.py
 
-That writes docs/schedules.md, the gallery of a checkout, which is drawn with letters where the site
-has pictures. A test holds that it is what the registry gives. mkdocs calls `on_files`; the rest
-needs nothing of mkdocs.
+That writes docs/schedules.md, the gallery of a checkout, which has no pictures. A test holds that
+it is what the registry gives. mkdocs calls `on_files`; the rest needs nothing of mkdocs.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.render.planner_page import planner_page
 from megatron_zbpp.render.svg import svg
-from megatron_zbpp.render.text import timeline_text
 from megatron_zbpp.schedules import Family, own_families
 from megatron_zbpp.schedules.registry import MORE, PAPERS, RECOMMENDED, TIERS
 from megatron_zbpp.techniques.updates.versions import steady_state
@@ -30,36 +28,33 @@ from megatron_zbpp.techniques.updates.versions import steady_state
 RANKS, MICROBATCHES = 4, 8
 PLANNER = 'pages/planner.html'  # where planning.md links to
 PAGE = Path(__file__).parents[1] / 'docs' / 'schedules.md'
-_WIDTH = 132  # characters of a line of a drawing
 _FAMILIES = own_families(every=True)
 _EXAMPLE = re.compile(r'^ *>>> .*(?:\n(?! *$).*)*', re.M)
 _INTRODUCTION = f"""# Gallery of schedules
 
-Every schedule that the registry knows, drawn for p = {RANKS} ranks and m = {MICROBATCHES}
-microbatches with F = B = W = 1: each rank's passes{{beside}}.
-*Window*: from the first to the last pass of a rank, which counts with
-[post-validation](post-validation.md); *makespan*: of all ranks. *Bubble* is the share of
-the longest window in which the busiest rank idles; *idle GPU time* the share of all ranks' makespan
-that is lost. *Memory* is in activations of one microbatch on a full rank. In formulas v is the
-number of chunks a rank, n that of slices of a sequence, 4 here: `3F1.2` is slice 2 of microbatch
-1. S and T, of the output
-layer on all ranks, take no time here. [Asynchronous](asynchronous.md) schedules
-never drain: of those the bubble is that of a call in the middle, a line marks a step, and shades
-tell versions of the weights.
-
-Other numbers: `zbpp show --schedule NAME --pp P --microbatches M`, or `zbpp compare`.
+Every schedule that the registry knows{{more}}. The tables are simulated for p = {RANKS} ranks and
+m = {MICROBATCHES} microbatches with F = B = W = 1
+([words of tables](architecture.md#words-of-tables)).
+[Asynchronous](asynchronous.md) schedules never drain: their bubble is that of one call in the
+middle. `zbpp show --schedule NAME --pp P --microbatches M` draws a schedule, `zbpp compare` prints
+a table for other sizes.
 
 """
 _HEADS = '| schedule | bubble | idle GPU time | peak memory |\n|---|---|---|---|\n'
+_HEADS_WITH_WORDS = '| schedule | bubble | idle | peak | what, and when |\n|---|---|---|---|---|\n'
 _TIERS = {
     RECOMMENDED: 'Recommended: for most pipelines one of these {} is the best',
     MORE: 'For a particular need: {} more',
     PAPERS: 'From papers, to compare: {} more',
 }
 
-_BESIDE = {
-    True: ', and below them the activations that it holds',
-    False: ', in letters. `./scripts/docs.sh` builds a site with pictures',
+_MORE = {
+    True: """, with a picture: passes of each rank, and below them the activations that it holds
+(`3F1.2` is slice 2 of microbatch 1; a line marks an optimizer step, shades tell versions of the
+weights). In formulas v is the number of chunks of a rank, n that of slices of a sequence, 4 here; S
+and T, of the output layer on all ranks, take no time""",
+    False: """, and when to take it. `zbpp list --all` prints aliases, formulas of bubble and
+memory, and sources; the site of `./scripts/docs.sh` has pictures""",
 }
 
 
@@ -77,23 +72,33 @@ def on_files(files, config):
 
 
 def gallery(with_pictures: bool = True) -> str:
-    """Return the page: a table of all families, and a section for each.
+    """Return the page: tables of all families, and with pictures a section for each.
 
     Args:
-        with_pictures: for the site; else drawn with letters.
+        with_pictures: for the site.
     """
-    section = _section if with_pictures else _drawn
-    introduction = _INTRODUCTION.format(beside=_BESIDE[with_pictures])
-    return introduction + ''.join(map(_table, TIERS)) + '\n'.join(map(section, _FAMILIES))
+    introduction = _INTRODUCTION.format(more=_MORE[with_pictures])
+    tables = (_table(tier, with_pictures) for tier in TIERS)
+    shown = _FAMILIES if with_pictures else ()
+    return (introduction + ''.join(tables) + '\n'.join(map(_section, shown))).rstrip() + '\n'
 
 
-def _table(tier: str) -> str:
-    """Return the table of the families of a tier."""
+def _table(tier: str, with_pictures: bool) -> str:
+    """Return the table of the families of a tier; without pictures it has the words, too."""
     families = [family for family in _FAMILIES if family.tier == tier]
-    rows = (
-        f'| [`{each.name}`](#{each.name}) | {" | ".join(_facts(each))} |\n' for each in families
-    )
-    return f'{_TIERS[tier].format(len(families))}:\n\n{_HEADS}{"".join(rows)}\n'
+    rows = (_row(each) if with_pictures else _row_with_words(each) for each in families)
+    heads = _HEADS if with_pictures else _HEADS_WITH_WORDS
+    return f'{_TIERS[tier].format(len(families))}:\n\n{heads}{"".join(rows)}\n'
+
+
+def _row(family: Family) -> str:
+    return f'| [`{family.name}`](#{family.name}) | {" | ".join(_facts(family))} |\n'
+
+
+def _row_with_words(family: Family) -> str:
+    words = _words(family).partition(' When: to compare. ')[0]
+    name = f'<a id="{family.name}"></a>`{family.name}`'
+    return f'| {name} | {" | ".join(_facts(family))} | {words} |\n'
 
 
 @functools.cache  # `serve` builds anew at each change
@@ -114,33 +119,27 @@ def fenced(docstring: str) -> str:
     return _EXAMPLE.sub(lambda found: f'```pycon\n{found[0]}\n```', docstring)
 
 
-def _drawn(family: Family) -> str:
-    """Return the section of a family, drawn with letters."""
-    drawing = timeline_text(_case(family)[0], _WIDTH)
-    return _with_drawing(family, f'## {family.name}', f'```text\n{drawing}\n```', '')
-
-
 def _section(family: Family) -> str:
     """Return the section of a family, with its picture and the words of its generator."""
     words = re.split(r'^(?:Args|Returns|Raises):', inspect.getdoc(family.generate), flags=re.M)[0]
     heading = f'## {family.name} {{ #{family.name} }}'
     picture = f'![{family.name}](pictures/schedules/{family.name}.svg)'
-    return _with_drawing(family, heading, picture, f'\n{fenced(words).rstrip()}\n')
-
-
-def _with_drawing(family: Family, heading: str, drawing: str, words: str) -> str:
     others = ', '.join(f'`{alias}`' for alias in family.aliases)
-    aliases = f'\n\nAlso called {others}.' if others else ''
+    aliases = f' Also called {others}.' if others else ''
     return f"""{heading}
 
-{family.summary[0].upper()}{family.summary[1:]}. When: {family.when}{aliases}
+{_words(family)}{aliases}
 
-| bubble | peak memory | source |
-|---|---|---|
-| {family.bubble} | {family.memory} | {family.source} |
+Bubble: {family.bubble}. Peak memory: {family.memory}. Source: {family.source}.
 
-{drawing}
-{words}"""
+{picture}
+
+{fenced(words).rstrip()}
+"""
+
+
+def _words(family: Family) -> str:
+    return f'{family.summary[0].upper()}{family.summary[1:]}. When: {family.when}'
 
 
 def _facts(family: Family) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ _TABLE = re.compile(re.escape(HEAD) + r'(\|.*\n)*')
 
 def row(flag: Option) -> str:
     """Return the row of a flag."""
-    name = flag.flag.replace('|', r'\|')
+    name = f'{flag.name} {flag.unit}'.rstrip().replace('|', r'\|')
     default = flag.shown_default and f' Default: {flag.shown_default}.'
     page = flag.page and f' See {flag.page}.'
     return f'| `{name}` | {flag.text}{default}{page} |\n'

@@ -213,10 +213,10 @@ done
     done
     if [ -f "$name.table.txt" ]; then
         echo
-        echo 'Rows of kind predicted were simulated from the measured stages.'
+        echo "Rows of kind predicted, simulated from the measured stages, are in $(basename "$name").json."
         echo
         echo '```'
-        cat "$name.table.txt"
+        { grep -vE '^(kind|predicted) ' "$name.table.txt" || true; } | cat -s
         echo '```'
     fi
 } > "$name.md"

@@ -12,29 +12,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megatron_zbpp.mcore.job.rules import Rule
-from megatron_zbpp.mcore.job.rules_table import REFUSALS
+from megatron_zbpp.mcore.job.rules import REFUSALS, Rule
 
 PAGE = Path(__file__).parents[1] / 'docs' / 'limits.md'
 HEAD = '| setting | refused with | why | what was tried |\n|---|---|---|---|\n'
-_TABLE = re.compile(re.escape(HEAD) + r'(\|.*\n)*')
-_GRAPHS = (
-    "nothing: capturing needs a GPU. Read: Transformer Engine's graphs are captured in the order "
-    "of Megatron's own table. `local` ones are accepted where no W passes are, untried"
-)
+UNTRIED = '\nNot tried, by what they are refused with:\n\n'
+_TABLE = re.compile(rf'{re.escape(HEAD)}(\|.*\n)*({re.escape(UNTRIED)}(- .*\n)*)?')
+_GRAPHS = 'nothing: needs a GPU. Untried, `local` ones are accepted without W passes'
 _SHARDED = 'read (0.19.0, main). Without W passes it is accepted, untried'
-_GROUPED = (
-    'run on its classes (2.20.2): no such method, a test notices when there is; its kernels need a '
-    'GPU. Without W passes it is accepted, untried'
-)
+_GROUPED = 'run on its classes (2.20.2). Without W passes it is accepted, untried'
 # how a condition begins, the settings (none: all that are left), what was tried with them
 TRIED: tuple[tuple[str, str, str], ...] = (
     (
         'two-way',
         '',
-        'proven: with a collective of the pair in each pass and behind it, programs deadlock by '
-        'the rules of every backend (`gems`); with the other two-way schedules they end (a test '
-        'proves both), and overlapped reductions and gathers are run',
+        'proven: programs of `gems` deadlock by the rules of every backend; the other two-way '
+        'schedules were run with overlapped reductions and gathers',
     ),
     (
         'slices',
@@ -66,41 +59,35 @@ TRIED: tuple[tuple[str, str, str], ...] = (
     (
         '',
         'use_megatron_fsdp',
-        'run on 4 ranks in two pipelines (0.16.1, 0.19.2, main): Megatron itself fails, `Shape '
-        'mismatch, 4 != 2`; a test notices when it does not',
+        'run on 4 ranks in two pipelines (0.16.1, 0.19.2, main): Megatron itself fails',
     ),
     ('', 'use_torch_fsdp2', 'read (0.19.0, main): an assertion'),
     (
         '',
         'hybrid_context_parallel',
-        "read (0.16.1, 0.19.0, main): Megatron's arguments refuse it with pipelines by an "
-        'assertion',
+        'read (0.16.1, 0.19.0, main): an assertion',
     ),
     (
         '',
         'cpu_offloading cpu_offloading_num_layers',
-        "read (0.16.1, 0.19.0): an error; `--pipeline-offload` and Megatron's fine-grained "
-        'offloading run instead',
+        'read (0.16.1, 0.19.0): an error; `--pipeline-offload` runs instead',
     ),
     (
         '',
         'fine_grained_activation_offloading offload_modules',
         'run with one chunk a rank and with `interleaved`: to the bit; '
-        '[where not, and why](does-not-fit.md#megatrons-own-offloading). Not with `zb-v`, `po`, '
-        'recompute passes and post-validation',
+        '[where not](does-not-fit.md#megatrons-own-offloading)',
     ),
     (
         '',
         'num_microbatches_with_partial_activation_checkpoints',
-        "read: `forward_step` gets a third argument, which NVIDIA's scripts do not take, and no "
-        'flag sets it; `--pipeline-recompute N` recomputes chunks instead',
+        'read: no flag sets it; `--pipeline-recompute N` recomputes chunks instead',
     ),
     ('', 'external_cuda_graph enable_cuda_graph cuda_graph_impl', _GRAPHS),
     (
         '',
         'tp_comm_overlap',
-        'read (2.8.0, 2.20.2): an assertion. Without W passes it is accepted, untried: userbuffers '
-        'need a GPU',
+        'read (2.8.0, 2.20.2): an assertion. Without W passes it is accepted, untried',
     ),
     ('', 'tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards', _SHARDED),
     (
@@ -118,8 +105,7 @@ TRIED: tuple[tuple[str, str, str], ...] = (
     (
         '',
         'use_transformer_engine_op_fuser',
-        'read (2.20.2): only its grouped experts can delay. Not tried without W passes, where '
-        'nothing speaks against it: its kernels are not emulated',
+        'read (2.20.2): only its grouped experts can delay. Untried without W passes',
     ),
     ('', 'moe_paged_stash', "nothing: its kernels are Triton's, which need a GPU"),
     ('', 'use_legacy_models', 'not tried: the flag is gone from 0.17 on'),
@@ -137,14 +123,12 @@ TRIED: tuple[tuple[str, str, str], ...] = (
     (
         '',
         'sft',
-        "read (0.16.1, 0.17.1, 0.18.2); with two stages 0.16.1's own schedule fails on a CPU, "
-        'where RoPE is not fused. From 0.19 on it runs: to the bit',
+        'read (0.16.1, 0.17.1, 0.18.2). From 0.19 on it runs: to the bit',
     ),
     (
         '',
         'reset_attention_mask',
-        'run on two ranks: to the bit of 1F1B, stages between read the masks. With one chunk a '
-        "rank it trains as Megatron's 1F1B does",
+        'run on two ranks, or with one chunk a rank: to the bit of 1F1B',
     ),
     (
         '',
@@ -168,21 +152,28 @@ def tried(rule: Rule) -> str:
     return ''
 
 
-def rows() -> list[str]:
-    """Return the rows of the table: settings of one reason are one row."""
-    groups: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
+def groups() -> dict[tuple[str, str], dict[str, str]]:
+    """Return settings by reason, of each condition and what was tried."""
+    found: defaultdict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for rule in REFUSALS:
         if text := tried(rule):
             why = 'its kernels need a GPU' if callable(rule.reason) else rule.reason
-            where = rule.when.text or 'every schedule'
+            named = found[rule.when.text or 'every schedule', text]
             names = ', '.join(f'`{name}`' for name in rule.settings)
-            groups[where, why, text].append(f'{names} {rule.value.text}'.strip())
-    return [f'| {", ".join(n)} | {" | ".join(key)} |\n' for key, n in groups.items()]
+            names = f'{names} {rule.value.text}'.strip()
+            named[why] = f'{named[why]}, {names}' if why in named else names
+    return found
 
 
 def page() -> str:
-    """Return the page with its table as the rules give it."""
-    return _TABLE.sub(lambda _: HEAD + ''.join(rows()), PAGE.read_text(), count=1)
+    """Return the page with table and list as the rules give them."""
+    rows, untried = HEAD, UNTRIED
+    for (where, text), reasons in groups().items():
+        if text == 'not tried':
+            untried += f'- {where}: {"; ".join(f"{n} ({why})" for why, n in reasons.items())}\n'
+        else:
+            rows += ''.join(f'| {n} | {where} | {why} | {text} |\n' for why, n in reasons.items())
+    return _TABLE.sub(lambda _: rows + untried, PAGE.read_text(), count=1)
 
 
 if __name__ == '__main__':

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+import compiled
 import grids
 import nvidia
 import pytest
@@ -23,13 +25,6 @@ settings.load_profile('no deadline')
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         '--full', action='store_true', help='run the whole grids, not only a case of each row'
-    )
-    parser.addoption(
-        '--share',
-        type=grids.Share.parse,
-        metavar='K/N',
-        help="of tests marked 'shared', run the K-th of N parts of the cases, or several (2-3/3): "
-        'who runs all parts, as with several releases, runs all cases',
     )
     parser.addoption(
         '--one-case',
@@ -76,6 +71,8 @@ class Failures:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    compiled.prepare()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
     config.pluginmanager.register(Failures(config))
     nvidia.ALSO.extend(config.getoption('--also'))
     stock.FRESH = config.getoption('--fresh')
@@ -91,9 +88,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         spared |= {item for item in items if item.get_closest_marker('full')}
     if config.getoption('--also'):
         spared |= {item for item in items if item.get_closest_marker('alone')}
-    share = config.getoption('--share')
-    if share is not None:
-        spared |= share.left_out([item for item in items if item not in spared])
     if config.getoption('--one-case'):
         spared |= grids.beside_another([item for item in items if item not in spared])
     config.hook.pytest_deselected(items=list(spared))

@@ -40,9 +40,10 @@ class SleepingCopies(Copies):
         return self._took(sum(storage.nbytes() for storage in storages))
 
     def wait(self, mark: object) -> None:
-        """Wait as what computes would."""
-        assert isinstance(mark, threading.Event)
-        mark.wait()
+        """Wait as what computes would; copies of the CPU itself have no mark."""
+        if mark is not None:
+            assert isinstance(mark, threading.Event)
+            mark.wait()
 
     def _new(self, nbytes: int) -> torch.Tensor:
         return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]

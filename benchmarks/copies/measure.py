@@ -29,8 +29,8 @@ from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.schedules import build
-from megatron_zbpp.techniques.offload.place import offloaded
-from megatron_zbpp.techniques.recompute.place import recomputed
+from megatron_zbpp.techniques.offload import offloaded
+from megatron_zbpp.techniques.recompute import recomputed
 
 CPU = torch.device('cpu')
 SIZES = Sizes(0.02, 2**20)

@@ -76,7 +76,7 @@ class SleepingStage(torch.nn.Module):
         assert isinstance(y, torch.Tensor)
         return y.sum() if self._place == 'last' else y
 
-    def forward_unsaved(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
+    def forward_without_graph(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
         with torch.no_grad():
             return self.forward(p, received)
 

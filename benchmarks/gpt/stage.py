@@ -26,8 +26,11 @@ DEVICE = device.find()  # before megatron.core is imported
 import megatron_zbpp  # noqa: E402
 from benchmarks.gpt import build  # noqa: E402
 from megatron_zbpp.ir import BW, B, F, Pass, W  # noqa: E402
-from megatron_zbpp.mcore.iteration.arguments import Arguments  # noqa: E402
-from megatron_zbpp.mcore.iteration.stages import Call, ModelStage  # noqa: E402
+from megatron_zbpp.mcore.iteration.stages import (  # noqa: E402
+    Arguments,
+    Call,
+    ModelStage,
+)
 from megatron_zbpp.mcore.layers import transformer_engine  # noqa: E402
 from megatron_zbpp.runtime.channels import Channels, Message  # noqa: E402
 from megatron_zbpp.runtime.clock import clock_for  # noqa: E402

@@ -19,11 +19,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'examples' / 'gpt')]
 
 import torch
 
-from megatron_zbpp.emulation import apex
+from megatron_zbpp.emulation import cpu
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
-if importlib.util.find_spec(apex.NAME) is None:
-    apex.install()  # before Megatron looks for it: the same sum, by torch
+if importlib.util.find_spec(cpu.APEX) is None:
+    cpu.install_apex()  # before Megatron looks for it: the same sum, by torch
 
 import pretrain_gpt
 

@@ -11,9 +11,9 @@ from statistics import median
 from typing import NamedTuple
 
 from benchmarks.paper import published
-from megatron_zbpp.partitioning.advise.job import FULL, NONE, SELECTIVE, STOCK, Job, Setup
-from megatron_zbpp.partitioning.advise.prediction import Prediction, predict
-from megatron_zbpp.partitioning.advise.search import advise
+from megatron_zbpp.partitioning.advice import advise
+from megatron_zbpp.partitioning.setup_costs import FULL, NONE, SELECTIVE, STOCK, Job, Setup
+from megatron_zbpp.partitioning.setup_prediction import Prediction, predict
 from megatron_zbpp.partitioning.shapes import Shape
 
 # A100 SXM: what matrix products reach, by T_W of Table 6 of Zero Bubble (238 to 254 of 312
@@ -141,7 +141,7 @@ def page() -> str:
         'Zero Bubble, Tables 4 and 7': [*of_zero_bubble()],
     }
     lines = ['## Measured over predicted time, by source', '']
-    lines += ['| runs | number | median | least | most |', '| --- | --- | --- | --- | --- |']
+    lines += ['| runs | number | median | least | most |', '|---|---|---|---|---|']
     for name, own in runs.items():
         ratios = [run.ratio for run in own]
         row = (len(own), *(f'{f(ratios):.2f}' for f in (median, min, max)))
@@ -151,14 +151,14 @@ def page() -> str:
         lines += [
             '| model | setup | measured, s | predicted, s | ratio | GB, measured / predicted |'
         ]
-        lines += ['| --- | --- | --- | --- | --- | --- |']
+        lines += ['|---|---|---|---|---|---|']
         lines += map(_line, own)
     return '\n'.join([*lines, '', *_advised(), ''])
 
 
 def _line(run: Run) -> str:
     gb = max(run.predicted.nbytes) / 1e9
-    held = f'- / {gb:.0f}' if run.held is None else f'{run.held:g} / {gb:.1f} = {run.held / gb:.2f}'
+    held = f'-/{gb:.0f}' if run.held is None else f'{run.held:g}/{gb:.1f}={run.held / gb:.2f}'
     times = f'{run.measured:.2f} | {run.predicted.seconds:.2f} | {run.ratio:.2f}'
     return f'| {run.model} | {run.setup} | {times} | {held} |'
 
@@ -168,7 +168,7 @@ def _advised() -> Iterator[str]:
     yield "## Advice beside the published setup, Megatron's own schedules alone"
     yield ''
     yield '| model | published, predicted s | advised | predicted s |'
-    yield '| --- | --- | --- | --- |'
+    yield '|---|---|---|---|'
     for size, heads, hidden, layers, tp, pp, v, gpus, batch, micro, *_ in KORTHIKANTI[:2]:
         job = _job(layers, hidden, heads, 2048, batch, gpus)
         own = Setup(tp, pp, v, 1, micro, STOCK[v > 1], SELECTIVE, True)

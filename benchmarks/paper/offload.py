@@ -12,13 +12,14 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from benchmarks.paper.page import table
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques.base import with_copies
-from megatron_zbpp.techniques.offload.place import po_f, po_h
+from megatron_zbpp.techniques.offload import po_f, po_h
 
 SCHEDULES = 'interleaved', 'gis', 'gis-h', 'po-h', 'po-f', '1f1b'
 BASE = 'gis-h'
@@ -99,8 +100,8 @@ def _made(name: str, model: Model, ratio: float) -> tuple[Schedule, Costs]:
 def section(model: Model) -> str:
     """Return the table of a model as Markdown."""
     others = [name for name in SCHEDULES if name != BASE]
-    heads = ['tokens', 'k', *(f'{LABELS[name]} {what}' for name in others for what in ('', 'GB'))]
-    lines: list[list[object]] = [[head.strip() for head in heads], ['---'] * len(heads)]
+    heads = ['tokens', 'k', *(f'{LABELS[name]}{what}' for name in others for what in ('', ' GB'))]
+    lines: list[list[object]] = []
     for row in PUBLISHED[model]:
         cells: list[object] = [f'{row.tokens}k', row.ratio]
         base = SCHEDULES.index(BASE)
@@ -112,11 +113,10 @@ def section(model: Model) -> str:
             for measured, predicted in zip((row.utilisation, row.memory), faster, strict=True):
                 own, of_base = measured[at], measured[base]
                 assert of_base is not None
-                cells.append('' if own is None else f'{own / of_base:.2f} / {predicted:.2f}')
+                cells.append('' if own is None else f'{own / of_base:.2f}/{predicted:.2f}')
         lines.append(cells)
-    table = '\n'.join('| ' + ' | '.join(map(str, line)) + ' |' for line in lines)
     title = f'{model.name}: {model.num_ranks} GPUs, {model.num_microbatches} microbatches'
-    return f'### {title}, {model.num_chunks} chunks\n\n{table}\n'
+    return f'### {title}, {model.num_chunks} chunks\n\n{table(heads, lines)}\n'
 
 
 def page() -> str:

@@ -90,7 +90,7 @@ def _table_5() -> str:
         [
             *_setting(i, k),
             *(
-                f'{rates[i][k]:.4f} / {_predicted(name, i, k).bubble_rate:.4f}'
+                f'{rates[i][k]:.4f}/{_predicted(name, i, k).bubble_rate:.4f}'
                 for name, rates in paper.BUBBLE_RATES.items()
             ),
         ]
@@ -203,7 +203,7 @@ def _arxiv_table_8() -> str:
     rows = []
     for setting in paper.V_SHAPE:
         cells = (
-            f'{rate:.4f} / {v_shape_timeline(name, setting).bubble_window:.4f}'
+            f'{rate:.4f}/{v_shape_timeline(name, setting).bubble_window:.4f}'
             for name, rate in setting.rates.items()
         )
         rows.append([setting.model, setting.num_ranks, setting.num_microbatches, *cells])
@@ -231,10 +231,14 @@ def _cell(measured: float, predicted: float, ratios: list[float] | None = None) 
     ratio = measured / predicted
     if ratios is not None:
         ratios.append(ratio)
-    return f'{measured:.4g} / {predicted:.4g} = {ratio:.2f}'
+    return f'{measured:.4g}/{predicted:.4g}={ratio:.2f}'
 
 
 def _section(title: str, heads: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
-    lines = [heads, ['---'] * len(heads), *rows]
-    table = '\n'.join('| ' + ' | '.join(map(str, line)) + ' |' for line in lines)
-    return f'## {title}\n\n{table}\n'
+    return f'## {title}\n\n{table(heads, rows)}\n'
+
+
+def table(heads: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
+    """Return a table as Markdown."""
+    head, *cells = ('| ' + ' | '.join(map(str, line)) + ' |' for line in (heads, *rows))
+    return '\n'.join([head, '|' + '---|' * len(heads), *cells])

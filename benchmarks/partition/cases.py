@@ -9,8 +9,7 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import B, F, Placement, Schedule, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.mcore.lowered import for_megatron
-from megatron_zbpp.partitioning.devices import Device, Devices
-from megatron_zbpp.partitioning.layers import Layer, Layers
+from megatron_zbpp.partitioning.layers import Device, Devices, Layer, Layers
 from megatron_zbpp.partitioning.plans import PartitionPlan, partition
 from megatron_zbpp.partitioning.space import Partition, stage_costs
 from megatron_zbpp.schedules import build

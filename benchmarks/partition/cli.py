@@ -31,7 +31,7 @@ from benchmarks.partition.resident import planned, resident
 from benchmarks.partition.run import Job, Sample, alike, measure
 from megatron_zbpp.analysis.fit_costs import middle
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.partitioning.devices import Devices
+from megatron_zbpp.partitioning.layers import Devices
 
 _ABOUT = """\
 From the costs of layers to a partition to measured iterations, without a GPU: the even split by

@@ -34,7 +34,7 @@ from benchmarks.pipelines.emulated import (
 from benchmarks.pipelines.runners import EmulatedModel
 from benchmarks.training.model import Gpt
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore.techniques import split_vocabulary as vocabulary
+from megatron_zbpp.mcore.techniques import vocabulary_shards as vocabulary
 from megatron_zbpp.mcore.techniques.vocabulary_shards import InputShard, OutputShard
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.runtime.weight_grads import WeightGradStore

@@ -23,9 +23,8 @@ from benchmarks.partition.run import Sample
 from megatron_zbpp.analysis.fit_costs import middle
 from megatron_zbpp.guests.auto_plan import fit_layers_to_run
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.fitting import fit_layers
-from megatron_zbpp.partitioning.layers import Layers
+from megatron_zbpp.partitioning.layers import Devices, Layers
 from megatron_zbpp.partitioning.shapes import Shape, layers_of
 from megatron_zbpp.schedules import build
 

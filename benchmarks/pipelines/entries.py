@@ -15,8 +15,7 @@ from megatron_zbpp.ir.graph import chain
 from megatron_zbpp.planner.cache import default_folder, planned
 from megatron_zbpp.schedules import build, find, names
 from megatron_zbpp.techniques.composition import TRAINED_BY, require_family_trained
-from megatron_zbpp.techniques.updates.graph import updating
-from megatron_zbpp.techniques.updates.versions import steady_state, updates_of
+from megatron_zbpp.techniques.updates.versions import steady_state, updates_of, updating
 
 MEGATRON, TORCH, ZBPP = LIBRARIES = ('megatron', 'torch', 'zbpp')
 AUTO = 'auto'

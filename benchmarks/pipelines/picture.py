@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.pipelines.table import Row
 from megatron_zbpp.ir import KINDS
-from megatron_zbpp.render.colours import colour
+from megatron_zbpp.render.scene import colour
 
 _TITLES = {
     'megatron': 'Megatron-Core',

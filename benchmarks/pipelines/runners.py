@@ -255,7 +255,8 @@ class TwoWayRunner(ZbppRunner):
         self._inputs = [
             itertools.islice(each, up, None, 2) for each, up in zip(data, ways, strict=True)
         ]
-        self.plugin.session.chunks_asked_for.add(0)  # as is seen here
+        for face in self.plugin.session.faces:  # whose data a chunk reads is known here
+            face.data_parallel_rank(0)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         pipelines = [dist.new_group(list(range(each, 2 * half, 2))) for each in range(2)]
         pairs = [dist.new_group([2 * k, 2 * k + 1]) for k in range(half)]

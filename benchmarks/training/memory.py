@@ -17,7 +17,7 @@ from megatron_zbpp.analysis.memory import live
 from megatron_zbpp.ir import BW, F, Pass, Schedule, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import KV, KV_GRADIENT
-from megatron_zbpp.mcore.iteration import executors
+from megatron_zbpp.mcore.iteration import batch
 from megatron_zbpp.mcore.lowered import for_megatron
 from megatron_zbpp.runtime.clock import HostClock
 
@@ -38,7 +38,7 @@ class _Resident(HostClock):
 
 def resident(runner: Any) -> Spans:
     """Run one iteration of ours; return bytes beside what there is before its first pass."""
-    with mock.patch.object(executors, 'clock_for', lambda *_, **__: _Resident()):
+    with mock.patch.object(batch, 'clock_for', lambda *_, **__: _Resident()):
         runner.iterate()
     record = runner.plugin.latest.record
     first = record.marks[0][0]

@@ -21,7 +21,7 @@ sent: `lower` posts their receives in the order of the sends.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from megatron_zbpp.analysis.memory import RESOLUTION, highest
 from megatron_zbpp.analysis.program import LATE, Program
 from megatron_zbpp.ir import Graph, Need, Pass, Schedule, Task
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.grid import ScheduleError
+from megatron_zbpp.ir.schedule import ScheduleError
 
 __all__ = ['Checked', 'ScheduleError', 'check']
 
@@ -69,11 +69,20 @@ def check(
     trains = any(p.kind not in graph.evaluated for _, p in schedule)
     wanted = [task for task in graph.needs if trains or task.kind in graph.evaluated]
     costs = costs or Costs.uniform(schedule.placement)
+    placement = schedule.placement
+    of_rank: list[list[Task]] = [[] for _ in schedule.passes]
+    for task in wanted:
+        routes = range(len(placement.routes))
+        for rank in {placement.on_route(route, task.stage) for route in routes}:
+            of_rank[rank].append(task)
     with gc_paused():
-        for rank, tasks in enumerate(_by_rank(schedule, wanted)):
+        for rank, tasks in enumerate(of_rank):
             _check_rank(schedule, rank, tasks)
-        costs.require(schedule.placement)
-        programs = _proven_programs(schedule, receives)
+        costs.require(placement)
+        try:
+            programs = lower(schedule, receives)
+        except DeadlockError as error:
+            raise ScheduleError(str(error), schedule, error.cells) from error
     if memory_limit is not None:
         _check_memory(schedule, memory_limit, costs)
     return Checked(schedule, programs)
@@ -98,16 +107,6 @@ def _check_shape(schedule: Schedule) -> None:
                 'one route',
                 schedule,
             )
-
-
-def _by_rank(schedule: Schedule, wanted: Iterable[Task]) -> list[list[Task]]:
-    placement = schedule.placement
-    found: list[list[Task]] = [[] for _ in schedule.passes]
-    for task in wanted:
-        routes = range(len(placement.routes))
-        for rank in {placement.on_route(route, task.stage) for route in routes}:
-            found[rank].append(task)
-    return found
 
 
 class _Done(NamedTuple):
@@ -142,36 +141,35 @@ def _check_rank(schedule: Schedule, rank: int, wanted: Sequence[Task]) -> None:
             raise _foreign(schedule, rank, at)
         for task, microbatches, before, previous, lead in turn.does:
             if microbatch in before:
-                raise _repeated(schedule, rank, at, task)
+                what, first = graph.kinds[task.kind].words, _doer(schedule, rank, task, microbatch)
+                raise ScheduleError(
+                    f'{p} on rank {rank} repeats the {what} that {first} has done: keep one of '
+                    'them',
+                    schedule,
+                    [(rank, at)],
+                )
             if task.kind in unordered:
                 continue
             if microbatches[len(before)] != microbatch or len(previous) - len(before) != lead:
                 raise _out_of_turn(schedule, rank, at, *_next(graph, task, microbatches, done))
         for need, before in turn.after:
             if microbatch >= need.back and graph.occurrence(need, microbatch) not in before:
-                if _done_without(schedule, rank, p, need):
-                    continue
-                raise _too_early(schedule, rank, at, need)
+                needed = graph.occurrence(need, microbatch)
+                optional = graph.kinds[need.task.kind].optional and not graph.kinds[kind].optional
+                if not optional or (need.task, needed) in schedule.done_by:
+                    raise _too_early(schedule, rank, at, need.task, needed)
         for each in turn.does:
             each.done.add(microbatch)
     for task, microbatches in comes.items():
-        for microbatch in _required(graph, task, microbatches, done):
+        required = microbatches
+        if graph.kinds[task.kind].optional:  # of those whose other optional tasks are done
+            takers = (taker for taker, _ in graph.feeds[task])
+            others = (*takers, *(need.task for need in graph.needs[task]))
+            moved = (done[each] for each in others if graph.kinds[each.kind].optional)
+            required = sorted(set[int]().union(*moved))
+        for microbatch in required:
             if microbatch not in done[task]:
                 raise _missing(schedule, rank, task, microbatch)
-
-
-def _required(
-    graph: Graph, task: Task, microbatches: Sequence[int], done: Mapping[Task, set[int]]
-) -> Iterable[int]:
-    """Return the microbatches that cannot do without `task`."""
-    if not graph.kinds[task.kind].optional:
-        return microbatches
-    takers = (taker for taker, _ in graph.feeds[task] if graph.kinds[taker.kind].optional)
-    needed = (need.task for need in graph.needs[task] if graph.kinds[need.task.kind].optional)
-    moved: set[int] = set()
-    for other in (*takers, *needed):
-        moved |= done[other]
-    return sorted(moved)
 
 
 def _turns(
@@ -189,23 +187,16 @@ def _turns(
                 if need.task in optional:
                     needs += graph.needs[need.task]
             own = (need for need in needs if need.task in done and need.task.stage == stage)
-            yield (
-                (kind, stage, part),
-                _Turn(
-                    tuple(_progress(graph, task, comes[task], done) for task in tasks),
-                    tuple((need, done[need.task]) for need in own if need.task not in tasks),
-                ),
-            )
-
-
-def _progress(
-    graph: Graph, task: Task, comes: Sequence[int], done: Mapping[Task, set[int]]
-) -> _Done:
-    begins, step = _direction(graph, task.kind)
-    previous = task._replace(slice=(task.slice - step) % graph.num_slices)
-    if previous not in done:  # not each slice has it
-        previous, begins = task, task.slice
-    return _Done(task, comes, done[task], done[previous], int(task.slice != begins))
+            does: list[_Done] = []
+            for task in tasks:
+                begins, step = _direction(graph, task.kind)
+                previous = task._replace(slice=(task.slice - step) % graph.num_slices)
+                if previous not in done:  # not each slice has it
+                    previous, begins = task, task.slice
+                lead = int(task.slice != begins)
+                does.append(_Done(task, comes[task], done[task], done[previous], lead))
+            after = tuple((need, done[need.task]) for need in own if need.task not in tasks)
+            yield (kind, stage, part), _Turn(tuple(does), after)
 
 
 def _direction(graph: Graph, kind: str) -> tuple[int, int]:
@@ -232,15 +223,7 @@ def _microbatches(schedule: Schedule, rank: int, task: Task) -> Sequence[int]:
     return [i for i in range(every - 1, m, every) if placement.rank_of(task.stage, i) == rank]
 
 
-def _done_without(schedule: Schedule, rank: int, p: Pass, need: Need) -> bool:
-    kinds = schedule.graph.kinds
-    if not kinds[need.task.kind].optional or kinds[p.kind].optional:
-        return False
-    return (need.task, schedule.graph.occurrence(need, p.microbatch)) not in schedule.done_by
-
-
 def _foreign(schedule: Schedule, rank: int, at: int) -> ScheduleError:
-    """Return the error for a pass that has no business on this rank."""
     p, graph = schedule.passes[rank][at], schedule.graph
     tasks = graph.tasks(*p[:2], p.slice) if p.kind in graph.kinds else ()
     if not tasks:
@@ -260,13 +243,6 @@ def _foreign(schedule: Schedule, rank: int, at: int) -> ScheduleError:
     return ScheduleError(f'{p} does not belong on rank {rank}: {why}', schedule, [(rank, at)])
 
 
-def _repeated(schedule: Schedule, rank: int, at: int, task: Task) -> ScheduleError:
-    p, what = schedule.passes[rank][at], schedule.graph.kinds[task.kind].words
-    first = _doer(schedule, rank, task, p.microbatch)
-    message = f'{p} on rank {rank} repeats the {what} that {first} has done: keep one of them'
-    return ScheduleError(message, schedule, [(rank, at)])
-
-
 def _out_of_turn(schedule: Schedule, rank: int, at: int, task: Task, turn: int) -> ScheduleError:
     """Return the error for a pass that comes when it is the turn of `task` of another unit."""
     p, what = schedule.passes[rank][at], schedule.graph.kinds[task.kind].words
@@ -284,13 +260,13 @@ def _out_of_turn(schedule: Schedule, rank: int, at: int, task: Task, turn: int) 
     return ScheduleError(message, schedule, [(rank, at)])
 
 
-def _too_early(schedule: Schedule, rank: int, at: int, need: Need) -> ScheduleError:
-    """Return the error for a pass that comes before the pass of its own stage that it needs."""
-    p = schedule.passes[rank][at]
-    microbatch = schedule.graph.occurrence(need, p.microbatch)
-    needed = _doer(schedule, rank, need.task, microbatch)
+def _too_early(
+    schedule: Schedule, rank: int, at: int, task: Task, microbatch: int
+) -> ScheduleError:
+    needed = _doer(schedule, rank, task, microbatch)
     if needed is None:
-        return _missing(schedule, rank, need.task, microbatch, at)
+        return _missing(schedule, rank, task, microbatch, at)
+    p = schedule.passes[rank][at]
     what = f'{p} on rank {rank} comes before {needed}, which it needs: move it behind'
     return ScheduleError(what, schedule, [(rank, at)])
 
@@ -321,13 +297,6 @@ def _doer(schedule: Schedule, rank: int, task: Task, microbatch: int) -> Pass | 
     return next((p for p in schedule.passes[rank] if p in passes), None)
 
 
-def _proven_programs(schedule: Schedule, receives: str) -> tuple[Program, ...]:
-    try:
-        return lower(schedule, receives)
-    except DeadlockError as error:
-        raise ScheduleError(str(error), schedule, error.cells) from error
-
-
 def _check_memory(schedule: Schedule, limit: float, costs: Costs) -> None:
     """Require that no rank holds more than `limit` at the end of an F, of a B, or within a BW."""
     if not limit >= 0:
@@ -348,7 +317,7 @@ def _check_memory(schedule: Schedule, limit: float, costs: Costs) -> None:
 
 
 def is_mirrored(schedule: Schedule) -> bool:
-    """Return whether all ranks that hold the same stages run the same passes, microbatches apart.
+    """Check that all ranks that hold the same stages run the same passes, microbatches apart.
 
     Then collectives between the copies of a stage, in passes or when its gradients are complete,
     come in one order on all their ranks. Where each stage is on one rank, there are none.

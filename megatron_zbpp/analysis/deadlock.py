@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 from megatron_zbpp.analysis.program import Exchange, Instruction, Receive, Send
-from megatron_zbpp.ir import Pass
+from megatron_zbpp.ir import Pass, Schedule, Together
+from megatron_zbpp.ir.schedule import ScheduleError
 
 
 class Rule(enum.Flag):
@@ -73,27 +74,18 @@ _Connection = tuple[int, bool]  # from which rank, and whether of what forwards 
 
 
 class DeadlockError(ValueError):
-    """The programs stop before their end.
-
-    Attributes:
-        rules: the fewest that stop them.
-        stuck: for each rank that stops, where it stands.
-        cells: (rank, index of its next pass) of the same.
-    """
+    """The programs stop before their end."""
 
     def __init__(self, rules: Rule, stuck: dict[int, str], cells: list[tuple[int, int]]) -> None:
-        self.rules, self.stuck, self.cells = rules, stuck, cells
+        self.rules = rules  # the fewest that stop them
+        # where each rank that stops stands, and (rank, index of its next pass) of the same
+        self.stuck, self.cells = stuck, cells
         where = '; '.join(f'rank {rank} waits at {what}' for rank, what in stuck.items())
         super().__init__(f'deadlock, by the rules of {rules.words}: {where}')
 
 
 def prove(programs: Sequence[_Program], rules: Rule = EVERY_RULE) -> None:
-    """Prove that `programs` end under `rules`, in time linear in their length.
-
-    Raises:
-        DeadlockError: some rank never reaches its end.
-        ValueError: two ranks disagree about the order of the messages between them.
-    """
+    """Prove that `programs` end under `rules`, in time linear in their length."""
     if not _Replay(programs, rules).stuck():
         return
     for rule in (Rule.RENDEZVOUS, *(Rule.RENDEZVOUS | rule for rule in Rule), rules):
@@ -115,8 +107,7 @@ class _Replay:
         self._open: list[dict[_Connection, deque[Receive]]] = [defaultdict(deque) for _ in programs]
         # by rank: how many messages are still to come for whom; where each pass waits for all that
         # are posted, of those only that are posted behind their pass
-        awaited = _posted_late if self._synchronises else _awaited
-        self._missing = [awaited(program) for program in programs]
+        self._missing = [_awaited(program, late=self._synchronises) for program in programs]
         self._spinning = [0] * len(programs)
         self._met: dict[Collective | Exchange, set[int]] = defaultdict(set)
         self._ready = deque(range(len(programs)))
@@ -160,7 +151,11 @@ class _Replay:
                         break
                     awaited, consumer = posted.popleft(), instruction.consumer
                     if awaited.producer != instruction.producer or awaited.consumer != consumer:
-                        raise _disagreement(rank, instruction, awaited)
+                        raise ValueError(
+                            f'rank {rank} sends what {instruction.producer} made for {consumer} '
+                            f'where rank {peer} awaits what {awaited.producer} makes for '
+                            f'{awaited.consumer}'
+                        )
                     spinning[peer] -= 1
                     if not synchronises:
                         self._missing[peer][consumer] -= 1
@@ -193,26 +188,71 @@ class _Replay:
         return True
 
 
-def _disagreement(rank: int, send: Send, awaited: Receive) -> ValueError:
-    """Return the error for a message that is not the one that its receiver awaits."""
-    return ValueError(
-        f'rank {rank} sends what {send.producer} made for {send.consumer} where rank '
-        f'{send.peer} awaits what {awaited.producer} makes for {awaited.consumer}'
-    )
-
-
-def _awaited(program: _Program) -> Counter[Pass]:
-    """Count the messages that come for each pass."""
-    return Counter(i.consumer for i in program if isinstance(i, Receive))
-
-
-def _posted_late(program: _Program) -> Counter[Pass]:
-    """Count the messages whose receive is posted behind the pass that takes them."""
+def _awaited(program: _Program, late: bool) -> Counter[Pass]:
+    """Count the messages for each pass; `late`: of those posted behind the pass that takes them."""
     ran: set[Pass] = set()
-    late: list[Pass] = []
+    awaited: list[Pass] = []
     for i in program:
         if type(i) is Pass:
             ran.add(i)
-        elif type(i) is Receive and i.consumer in ran:
-            late.append(i.consumer)
-    return Counter(late)
+        elif type(i) is Receive and (not late or i.consumer in ran):
+            awaited.append(i.consumer)
+    return Counter(awaited)
+
+
+def stuck(schedule: Schedule, cursors: list[int]) -> ScheduleError:
+    """Return the error for ranks stuck at the pass at their cursor; a cycle among them first."""
+    done = {p for order, at in zip(schedule.passes, cursors, strict=True) for p in order[:at]}
+    waits = {
+        rank: _wait(schedule, done, rank, at)
+        for rank, (order, at) in enumerate(zip(schedule.passes, cursors, strict=True))
+        if at < len(order)
+    }
+    path: list[int] = []
+    rank = next(iter(waits))
+    while rank in waits and rank not in path:
+        path.append(rank)
+        rank = waits[rank][0]
+    cycle = path[path.index(rank) :] if rank in path else []
+    others = [rank for rank in waits if rank not in cycle]
+    parts = [
+        title + '; '.join(waits[rank][1] for rank in ranks)
+        for title, ranks in (('a cycle: ', cycle), ('stuck: ', others))
+        if ranks
+    ]
+    what = f'deadlock, {"; ".join(parts)}: move an awaited pass to before the one that waits'
+    return ScheduleError(what, schedule, [(rank, cursors[rank]) for rank in waits])
+
+
+def _wait(schedule: Schedule, done: Set[Pass], rank: int, at: int) -> tuple[int, str]:
+    """Return the rank that must act before `rank` can go on from `at`, and a sentence about it."""
+    graph = schedule.graph
+    entry = _entry(schedule, rank, at)
+    passes = entry.passes if isinstance(entry, Together) else (entry,)
+    own = [(task, p.microbatch) for p in passes for task in graph.tasks(p.kind, p.stage, p.slice)]
+    needs = [
+        (need.task, graph.occurrence(need, microbatch))
+        for task, microbatch in own
+        for need in graph.needs[task]
+        if (need.task, graph.occurrence(need, microbatch)) not in own and microbatch >= need.back
+    ]
+    for task, microbatch in reversed(needs):  # what comes from another rank, before what is its own
+        awaited = schedule.done_by.get((task, microbatch))
+        if awaited in done or (awaited is None and graph.kinds[task.kind].optional):
+            continue
+        holder = schedule.placement.rank_of(task.stage, microbatch)
+        if awaited is None:
+            named = Pass(task.kind, task.stage, microbatch, task.slice)
+            why = f'{named}, which rank {holder} never runs'
+        else:
+            why = f'{awaited}, still to come on rank {holder}'
+        return holder, f'rank {rank} at {entry} waits for {why}'
+    raise AssertionError(f'{entry} on rank {rank} waits for nothing, and does not run')
+
+
+def _entry(schedule: Schedule, rank: int, at: int) -> Pass | Together:
+    for entry in schedule.order(rank):
+        at -= len(entry.passes) if isinstance(entry, Together) else 1
+        if at < 0:
+            return entry
+    raise IndexError(at)

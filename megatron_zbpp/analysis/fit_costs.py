@@ -1,4 +1,4 @@
-"""Costs as they were measured."""
+"""Costs as they were measured; when the collectives of a timeline ran, and how long they took."""
 
 from __future__ import annotations
 
@@ -8,13 +8,118 @@ from dataclasses import replace
 from itertools import pairwise
 from math import fsum, inf
 from statistics import fmean, median
+from typing import NamedTuple, TypeVar
 
-from megatron_zbpp.analysis.collectives import collective_times
 from megatron_zbpp.ir import B, F, Pass, Placement, Schedule, Together, W
-from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.graph import R
+from megatron_zbpp.ir.graph import BROADCAST, R, compiled
 from megatron_zbpp.ir.timeline import Timeline
+
+_Entry = TypeVar('_Entry')
+
+
+class _Key(NamedTuple):
+    """A message of all ranks: its name, microbatch and slice."""
+
+    message: str
+    microbatch: int
+    slice: int
+
+
+class CollectiveSpan(NamedTuple):
+    """A collective with its start and end, on the clock of its timeline."""
+
+    operation: str  # as in `ir.graph.Collective`
+    message: str  # its name
+    microbatch: int  # of the passes that contribute
+    slice: int  # likewise
+    start: float  # when all have contributed, and the collective whose result they need is over
+    end: float  # no later than the first pass that takes the result
+
+
+def collective_spans(timeline: Timeline, costs: Costs | None = None) -> list[CollectiveSpan]:
+    """Return each collective, those of one message in the order of their starts.
+
+    A timeline has times of passes only. So a collective begins where the last of its passes ends,
+    and takes as long as costs say; without costs, or of messages that they do not name, until a
+    pass takes the result.
+    """
+    all_of = timeline.schedule.graph.collectives
+    times: Mapping[str, float] = {} if costs is None else costs.collectives
+    ends: dict[_Key, float] = {}
+    found: list[CollectiveSpan] = []
+    bounds = _bounds(timeline)
+    for key in sorted(bounds, key=lambda key: (bool(all_of[key.message].after), key)):
+        own, (made, taken) = all_of[key.message], bounds[key]
+        start = max(made, ends.get(key._replace(message=own.after), made))
+        ends[key] = end = max(start, min(taken, start + times.get(key.message, inf)))
+        found.append(CollectiveSpan(own.operation, *key, start, end))
+    return sorted(found, key=lambda each: (each.message, each.start))
+
+
+def collective_times(timeline: Timeline) -> dict[str, float]:
+    """Return the usual time of each collective, from the last contribution on: medians.
+
+    Only passes count whose rank was idle for most of that time, as others may have started late
+    because their rank was busy. A message for which none waited takes no longer than the shortest
+    that was seen, nor, it is supposed, than the slowest for which some did. What waits for another
+    collective takes that one's time less.
+    """
+    schedule, spans = timeline.schedule, timeline.by_pass
+    all_of, bounds = schedule.graph.collectives, _bounds(timeline)
+    waited: dict[str, dict[_Key, float]] = defaultdict(dict)
+    for order in schedule.passes if all_of else ():
+        idle_since = -inf
+        for p in order:
+            start, end = spans[p]
+            for key in _taken(timeline, p):
+                made = bounds[key][0]
+                if idle_since <= (made + start) / 2:
+                    own = waited[key.message]
+                    own[key] = min(start - made, own.get(key, inf))
+            idle_since = end
+    shortest: dict[str, float] = {}
+    for key, (made, taken) in bounds.items():
+        shortest[key.message] = max(0.0, min(taken - made, shortest.get(key.message, inf)))
+    usual = {message: median(times.values()) for message, times in waited.items()}
+    slowest = max(usual.values(), default=inf)
+    whole = {
+        message: usual.get(message, min(bound, slowest)) for message, bound in shortest.items()
+    }
+    return {
+        message: max(0.0, took - whole.get(all_of[message].after, 0.0))
+        for message, took in whole.items()
+    }
+
+
+def _taken(timeline: Timeline, p: Pass) -> Iterator[_Key]:
+    """Yield the collectives whose results `p` takes; of a broadcast, on other ranks alone."""
+    schedule, all_of = timeline.schedule, timeline.schedule.graph.collectives
+    for need, q in schedule.needs(p):
+        if need.message is not None and need.message in all_of:
+            elsewhere = schedule.rank_of(p) != schedule.rank_of(q)
+            if elsewhere or all_of[need.message].operation != BROADCAST:
+                yield _Key(need.message, q.microbatch, q.slice)
+
+
+def _bounds(timeline: Timeline) -> dict[_Key, tuple[float, float]]:
+    """Return when the last pass contributed to each collective, and when its result was there."""
+    schedule, spans = timeline.schedule, timeline.by_pass
+    all_of = schedule.graph.collectives
+    made: dict[_Key, float] = {}
+    taken: dict[_Key, float] = defaultdict(lambda: inf)
+    for p, (start, _) in spans.items() if all_of else ():
+        for need, q in schedule.needs(p):
+            if need.message is not None and need.message in all_of:
+                key = _Key(need.message, q.microbatch, q.slice)
+                made[key] = max(spans[q][1], made.get(key, -inf))
+        for key in _taken(timeline, p):
+            taken[key] = min(start, taken[key])
+    for key, start in list(taken.items()):
+        before = key._replace(message=all_of[key.message].after)
+        if before in taken:
+            taken[before] = min(start, taken[before])
+    return {key: (end, taken[key]) for key, end in made.items() if key in taken}
 
 
 def measured_costs(timeline: Timeline) -> Costs:
@@ -43,15 +148,14 @@ def fit(timeline: Timeline, comm: float = 0.0) -> Costs:
     Tasks have the times of the passes that do only them. Of a pass of several tasks the first that
     no pass does alone gets what is left, the others take no time. A forward and a backward that ran
     as one tell only what that took, over the sum of both: the first forward and the last backward
-    of a stage find no other to run with. Activations are those of `Costs.uniform`.
-
-    Args:
-        timeline: measured; every stage ran each of its kinds at least once.
-        comm: latency of an edge between ranks, in the timeline's unit.
+    of a stage find no other to run with. Activations are those of `Costs.uniform`. `comm` is the
+    latency of an edge between ranks, in the unit of the timeline.
     """
     schedule = timeline.schedule
     spans = timeline.by_pass
-    cells = [*_cells(schedule)]
+    entries = (entry for rank in range(schedule.num_ranks) for entry in schedule.order(rank))
+    # forwards and backwards of two microbatches that run as one
+    cells = [e.passes for e in entries if isinstance(e, Together) and e.is_cell]
     shared = {p for cell in cells for p in cell}
     times = _times(schedule, {p: span for p, span in spans.items() if p not in shared})
     shares: list[float] = []
@@ -73,21 +177,22 @@ def fit(timeline: Timeline, comm: float = 0.0) -> Costs:
     kinds = dict.fromkeys((F, B, W, *(kind for kind, _, _ in times)))
     own = {kind: range(schedule.num_stages) if kind in (F, B, W) else sites for kind in kinds}
     found = {kind: [of_slices(kind, site) for site in where] for kind, where in own.items()}
+    whole = {kind: tuple(map(fsum, sites)) for kind, sites in found.items()}
+    parts = {
+        kind: tuple(
+            tuple(time / all_of_it if all_of_it else 1 / len(own) for time in own)
+            for own, all_of_it in zip(found[kind], sums, strict=True)
+        )
+        for kind, sums in (whole.items() if len(slices) > 1 else ())
+    }
     return Costs(
-        {kind: tuple(map(fsum, sites)) for kind, sites in found.items()},
+        whole,
         Costs.uniform(schedule.placement).amounts,
         comm,
         together=(fmean(shares) if shares else 0.0) or 1.0,
-        parts={kind: tuple(map(_shares, sites)) for kind, sites in found.items()}
-        if len(slices) > 1
-        else {},
+        parts=parts,
         collectives=collective_times(timeline),
     )
-
-
-def _shares(times: tuple[float, ...]) -> tuple[float, ...]:
-    whole = fsum(times)
-    return tuple(time / whole if whole else 1 / len(times) for time in times)
 
 
 def _times(
@@ -109,14 +214,6 @@ def _times(
         if unknown:
             times[unknown[0], stage, part] = max(0.0, fmean(seconds) - known)
     return times
-
-
-def _cells(schedule: Schedule) -> Iterator[tuple[Pass, ...]]:
-    """Yield a forward and a backward of two microbatches that run as one."""
-    for rank in range(schedule.num_ranks):
-        for entry in schedule.order(rank):
-            if isinstance(entry, Together) and entry.is_cell:
-                yield entry.passes
 
 
 def _latencies(
@@ -183,18 +280,22 @@ def middle(found: Sequence[Costs]) -> Costs:
     """Return costs whose times are the medians of several measurements of the same stages."""
     first = found[0]
     kinds = [kind for kind in first.times if all(kind in costs.times for costs in found)]
-    return Costs(
-        {
-            kind: tuple(map(median, zip(*(costs.times[kind] for costs in found), strict=True)))
+    # measurements without hops have 0 for each
+    stages = max(len(costs.hops) for costs in found)
+    whole = [costs.hops or ((0.0, 0.0),) * stages for costs in found]
+    hops = tuple((median(there), median(back)) for there, back in map(_columns, _columns(whole)))
+    return replace(
+        first,
+        times={
+            kind: tuple(map(median, _columns([costs.times[kind] for costs in found])))
             for kind in kinds
         },
-        {name: first.amounts[name] for name in ('activation', 'retained')},
-        median(costs.comm for costs in found),
+        comm=median(costs.comm for costs in found),
         edges=tuple(
             (*pair, median(costs.edge(*pair) for costs in found))
             for pair in sorted({(a, b) for costs in found for a, b, _ in costs.edges})
         ),
-        hops=_middle_hops([costs.hops for costs in found]),
+        hops=hops if any(map(any, hops)) else (),
         collectives={
             message: median(costs.collectives.get(message, 0.0) for costs in found)
             for message in first.collectives
@@ -202,8 +303,8 @@ def middle(found: Sequence[Costs]) -> Costs:
         together=median(costs.together for costs in found),
         parts={
             kind: tuple(
-                tuple(map(median, zip(*sites, strict=True)))
-                for sites in zip(*(costs.parts[kind] for costs in found), strict=True)
+                tuple(map(median, _columns(sites)))
+                for sites in _columns([costs.parts[kind] for costs in found])
             )
             for kind in kinds
             if all(kind in costs.parts for costs in found)
@@ -211,23 +312,14 @@ def middle(found: Sequence[Costs]) -> Costs:
     )
 
 
-def _middle_hops(
-    found: Sequence[tuple[tuple[float, float], ...]],
-) -> tuple[tuple[float, float], ...]:
-    """Return the medians of the times of hops; measurements without hops have 0 for each."""
-    stages = max(map(len, found))
-    whole = [hops or ((0.0, 0.0),) * stages for hops in found]
-    by_stage = (map(median, zip(*of_stage, strict=True)) for of_stage in zip(*whole, strict=True))
-    hops = tuple((there, back) for there, back in by_stage)
-    return hops if any(map(any, hops)) else ()
+def _columns(rows: Sequence[Sequence[_Entry]]) -> list[tuple[_Entry, ...]]:
+    return list(zip(*rows, strict=True))
 
 
 def full_rank(placement: Placement, held: Mapping[int, tuple[float, float]]) -> float | None:
     """Return bytes of a microbatch's activation on the fullest rank; None if a stage is unknown.
 
-    Args:
-        placement: of the stages.
-        held: by stage: bytes held from F to B, and from B to W.
+    `held` has the bytes from F to B, and from B to W, by stage.
     """
     if set(held) != set(range(placement.num_stages)):
         return None

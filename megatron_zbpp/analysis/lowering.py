@@ -45,9 +45,8 @@ from megatron_zbpp.analysis.program import (
 )
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import F, Pass, Schedule
-from megatron_zbpp.ir.compiled import Compiled, compiled
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.graph import BROADCAST, REDUCE
+from megatron_zbpp.ir.graph import BROADCAST, REDUCE, compiled
 
 
 @contextmanager
@@ -73,14 +72,9 @@ _NEW: Callable[..., Any] = vars(tuple)['__new__']
 def lower(schedule: Schedule, receives: str = LATE) -> tuple[Program, ...]:
     """Return the program of each rank, proven to end under every rule of a backend.
 
-    Args:
-        schedule: a complete schedule (`check` tells).
-        receives: when they are posted: one of `posting.RECEIVES`, or `BY_TAKER` where shapes vary.
-            Those of two ways are the latest: with one open, a rank could not meet the other that
-            holds its stage behind a pass.
-
-    Raises:
-        ScheduleError: passes wait for each other across ranks.
+    `receives` says when they are posted: one of `RECEIVES`, or `BY_TAKER` where shapes vary. Those
+    of two ways are the latest: with one open, a rank could not meet the other that holds its stage
+    behind a pass.
     """
     if not schedule.placement.is_one_way:
         receives = LATEST
@@ -99,7 +93,16 @@ class _Flow:
         self.passes = list(itertools.chain.from_iterable(schedule.passes))
         self.ranks = [rank for rank, order in enumerate(schedule.passes) for _ in order]
         made = [0] * (flat.num_rows * m)  # by row and microbatch, the pass that makes it
-        messages = _messages(flat)
+        # by kind, stage and slice: row, `back` and name of messages that a pass takes
+        messages: dict[str, list[list[tuple[int, int, str]]]] = {
+            kind: [
+                [(link.row, link.back, link.message) for link in step.links if link.message]
+                if step
+                else []
+                for step in steps
+            ]
+            for kind, steps in flat.steps.items()
+        }
         sent = {row for steps in messages.values() for links in steps for row, _, _ in links}
         rows = {
             kind: [[row * m for row in step.rows if row in sent] if step else () for step in steps]
@@ -116,19 +119,6 @@ class _Flow:
                     giver = made[row * m + microbatch - back]
                     self.takers[giver] += ((number, message),)
                     self.givers[number] += (giver,)
-
-
-def _messages(flat: Compiled) -> dict[str, list[list[tuple[int, int, str]]]]:
-    """Return by kind, stage and slice: row, `back` and name of messages that a pass takes."""
-    return {
-        kind: [
-            [(link.row, link.back, link.message) for link in step.links if link.message]
-            if step
-            else []
-            for step in steps
-        ]
-        for kind, steps in flat.steps.items()
-    }
 
 
 def takers(schedule: Schedule) -> dict[Pass, list[Pass]]:
@@ -190,7 +180,9 @@ class _Writer:
                 group.append(number)
                 continue
             if sent_by[rank]:
-                postponed.put_sent_by(rank)
+                for held in sent_by[rank]:  # by the pass before: this one is to run
+                    postponed.put(held)
+                sent_by[rank].clear()
             if group or self._coming_back:
                 self._write_passes([*group, number], rank)
             else:
@@ -256,13 +248,9 @@ class _Writer:
         for exchange in self._collectives.completed_by(group) if self._apart else ():
             for program in self._programs:
                 program.append(exchange)
-        if self._begun:
-            self._begin_copies([self._flow.passes[each] for each in group], rank)
-
-    def _begin_copies(self, own: list[Pass], rank: int) -> None:
-        """Write the copies that begin behind these passes: to the host, or to the partner."""
         program, partner = self._programs[rank], self._partners[rank]
-        for leaving in [each for p in own for each in self._begun.get(p, ())]:
+        begun = [self._begun.get(self._flow.passes[each], ()) for each in group]
+        for leaving in itertools.chain(*begun):  # to the host, or to the partner
             if leaving.kind not in self._between_partners:
                 program.append(Begin(leaving))
                 continue

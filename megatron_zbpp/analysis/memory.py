@@ -12,13 +12,12 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_zbpp.ir import F, Pass, Schedule
-from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.graph import DEVICE, PARTNER
+from megatron_zbpp.ir.graph import DEVICE, PARTNER, compiled
 
 
 def begun(schedule: Schedule) -> dict[Pass, list[Pass]]:
-    """Return the passes that free memory by what they begin behind: after what they need.
+    """Return the passes that free memory, by the pass behind which each begins, its last need.
 
     Copies of a rank run in its order, whichever way they go: one out begins behind the one before.
     """
@@ -69,10 +68,7 @@ def lifetimes(
 ) -> Iterator[Lifetime]:
     """Yield the lifetimes of a rank, those that end first before others.
 
-    Args:
-        order: of the rank.
-        stages: that count.
-        copies: kinds of passes that move what is saved, and take nothing.
+    `copies` are kinds of passes that move what is saved, and take nothing.
     """
     begun: dict[tuple[int, ...], int] = {}
     for at, p in enumerate(order):

@@ -126,24 +126,10 @@ _TRAVEL = 0.5  # longest time of a message, in forwards of a stage
 _Held = list[tuple[Send, Receive]]  # of one message, or of none: it has been put
 
 
-def require_known(receives: object, name: str = 'receives') -> None:
-    """Check that `receives`, an argument called `name`, is one of `RECEIVES`.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if receives not in RECEIVES:
-        raise ValueError(f'{name} is {receives!r}: give {EARLY!r}, {LATE!r} or {LATEST!r}')
-
-
 class Posting:
     """Decides behind which pass of its rank each receive is posted. Passes are numbers.
 
-    Args:
-        receives: one of `RECEIVES`, or `BY_TAKER`.
-        schedule: of the passes.
-        spans: start and end of each pass, simulated.
-        joined: passes that run as one with the pass behind them.
+    `spans` are simulated; `joined` are passes that run as one with the pass behind them.
     """
 
     def __init__(
@@ -154,10 +140,10 @@ class Posting:
         joined: Set[int],
     ) -> None:
         self._by_taker = receives == BY_TAKER
-        if not self._by_taker:
-            require_known(receives)
+        if receives not in (BY_TAKER, *RECEIVES):
+            raise ValueError(f'receives is {receives!r}: give {EARLY!r}, {LATE!r} or {LATEST!r}')
         self._travel = 0.0 if receives == LATEST else _TRAVEL / schedule.placement.num_chunks
-        self._forwards = [p.kind == F for _, p in schedule]
+        self._forwards = [p.kind == F for _, p in schedule] if self._by_taker else []
         self._starts, self._ends = zip(*spans, strict=True)
         self._joined = joined
         self._behind_all = list(itertools.accumulate(map(len, schedule.passes)))  # by rank
@@ -166,11 +152,8 @@ class Posting:
     def behind(self, giver: int, peer: int, handed_on: Sequence[tuple[int, str]]) -> int | None:
         """Return the pass of `peer` behind which to post what `giver` sends; None: at once.
 
-        Args:
-            giver: the pass that has just ended.
-            peer: a rank that receives.
-            handed_on: the passes, those of `peer` count, that take what it made and what those
-                made that ran as one with it; each with the message's name.
+        `giver` is the pass that has just ended; `handed_on` are the passes that take what it made,
+        and what those made that ran as one with it, each with the name of the message.
         """
         first = last = self.following[peer]
         behind_all = self._behind_all[peer]
@@ -213,24 +196,17 @@ class Postponed:
         self.sent_by[receive.peer].append(held)
         self.posted_behind[behind].append(held)
 
-    def put_sent_by(self, rank: int) -> None:
-        """Put all that `rank` sends into the programs: its next pass is to run."""
-        for held in self.sent_by[rank]:
-            self._put(held)
-        self.sent_by[rank].clear()
-
     def put_behind(self, number: int) -> None:
         """Put what is posted behind that pass into the programs, by sender: it has run."""
         posted = [held for held in self.posted_behind.pop(number) if held]
-        for held in sorted(posted, key=_sender) if len(posted) > 1 else posted:
-            self._put(held)
+        if len(posted) > 1:
+            posted.sort(key=lambda held: held[0][1].peer)
+        for held in posted:
+            self.put(held)
 
-    def _put(self, held: _Held) -> None:
+    def put(self, held: _Held) -> None:
+        """Put a message into the programs, unless it is there."""
         if held:
             send, receive = held.pop()
             self._programs[receive.peer].append(send)
             self._programs[send.peer].append(receive)
-
-
-def _sender(held: _Held) -> int:
-    return held[0][1].peer

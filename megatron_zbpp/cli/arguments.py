@@ -1,34 +1,220 @@
-"""Arguments that several commands share: which schedule, of which shape, at which costs."""
+"""Options of commands: tables of them, parsers of their values, and those that several share.
+
+An error of a value names the cure.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+import textwrap
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite, nan
 from typing import Any, TypeVar
 
 from megatron_zbpp.analysis.gain import RIVAL
-from megatron_zbpp.cli import values
 from megatron_zbpp.ir import files, strict_json
 from megatron_zbpp.mcore.settings import meaning
-from megatron_zbpp.partitioning.devices import Devices
-from megatron_zbpp.partitioning.layer_costs import LayerCosts
-from megatron_zbpp.partitioning.layers import Layers
+from megatron_zbpp.partitioning.layers import Devices, Layers
+from megatron_zbpp.partitioning.space import LayerCosts
 from megatron_zbpp.planner.cases import IN_FILE, CaseRequest
-from megatron_zbpp.planner.cost_sources import NO_TIMES, TIMES_FILE, CostSource, StageCosts, Times
-from megatron_zbpp.planner.sequence_slices import SliceRequest
+from megatron_zbpp.planner.cost_sources import (
+    NO_TIMES,
+    TIMES_FILE,
+    CostSource,
+    Overlap,
+    StageCosts,
+    Times,
+)
+from megatron_zbpp.planner.limits import Bytes
 from megatron_zbpp.schedules import find
-from megatron_zbpp.techniques import ASKED
 from megatron_zbpp.techniques.composition import OUTPUT, SHARED_LAYERS
-from megatron_zbpp.techniques.slices.balance import Attention
-from megatron_zbpp.techniques.slices.sizes import AUTO, Slices, ToFind, number_of, slices_of
+from megatron_zbpp.techniques.slices.graph import AUTO, Slices, ToFind, number_of, slices_of
 from megatron_zbpp.techniques.vocabulary.graph import USUAL_SHARE
+
+MOST_RANKS = 4096  # of a pipeline: drawn or simulated within seconds
+_MOST = 1e30  # of any number: sums and products of such are numbers, too
+_MOST_COUNTED = 10**12  # of microbatches, tokens, words, steps
+_MOST_LAYERS = 10_000  # of a model: each has its costs
+_WEEK = 7 * 24 * 3600  # in seconds
+_BYTES = re.compile(r'([0-9.]+(?:e[0-9]+)?) ?(B|[kKMGT]B|[KMGT]iB)', re.ASCII)
+_T = TypeVar('_T')
+_KIND = re.compile(r'(?P<kind>\w+)(?P<many>[!*+]?)( as (?P<dest>\w+))?( = (?P<default>.+))?')
+
+
+def add_options(parser: Any, table: str, **kinds: Callable[[str], Any] | Sequence[str]) -> None:
+    """Add the options of a table to a parser.
+
+    A row has three columns, two spaces or more apart: names and metavar; kind; help, which goes on
+    in lines that are indented. In brackets stands a name that an option had earlier, which says so.
+    The kind is a function of this module, or `text`, or `switch`, followed by `!` for an option
+    that is needed, by `*` or `+` for several values, then by ` as DEST` and ` = DEFAULT`. `kinds`
+    are further functions that read a value, or its choices, by name.
+    """
+    for row in re.split(r'\n(?=\S)', textwrap.dedent(table).strip()):
+        names, kind, text = re.split(r'\s{2,}', row, maxsplit=2)
+        words, found = names.split(), _KIND.fullmatch(kind)
+        assert found is not None, f'{kind!r} of {names} is no kind'
+        flags = [word for word in words if word[0] == '-' and word != '--'] or words[:1]
+        old = [word[1:-1] for word in words if word[0] == '(']
+        keywords: dict[str, Any] = {'help': ' '.join(text.split())}
+        keywords |= {'dest': found['dest']} if found['dest'] else {}
+        keywords |= {'required': True} if found['many'] == '!' else {}
+        keywords |= {'nargs': found['many']} if found['many'] in ('*', '+') else {}
+        keywords |= {'default': found['default']} if found['default'] else {}
+        if found['kind'] == 'switch':
+            parser.add_argument(*flags, action='store_true', **keywords)
+            continue
+        read = kinds.get(found['kind']) or globals().get(found['kind'])
+        if isinstance(read, Sequence):
+            keywords['choices'] = read
+        elif found['kind'] != 'text':
+            assert read is not None, f'{found["kind"]} is no function that reads a value'
+            keywords['type'] = read
+        if rest := words[len(flags) + len(old) :]:
+            keywords['metavar'] = ' '.join(rest)
+        if not old:
+            parser.add_argument(*flags, **keywords)
+            continue
+        keywords['action'] = _renamed(flags[0], old[0])
+        dest = keywords.setdefault('dest', flags[0][2:].replace('-', '_'))
+        parser.add_argument(*flags, **keywords)
+        parser.add_argument(*old, **{**keywords, 'dest': dest, 'help': argparse.SUPPRESS})
+
+
+def _renamed(name: str, old: str) -> type[argparse.Action]:
+    """Return an action that notes that `old`, which has a second meaning elsewhere, is `name`."""
+
+    class Renamed(argparse.Action):
+        def __call__(
+            self, _: object, namespace: Any, value: Any, written: str | None = None
+        ) -> None:
+            setattr(namespace, self.dest, value)
+            if written == old:
+                print(f'zbpp: note: {old} is named {name} here: write that', file=sys.stderr)
+
+    return Renamed
+
+
+def require(text: str, ok: bool, cure: str) -> None:
+    """Raise unless the text makes sense."""
+    if not ok:
+        raise argparse.ArgumentTypeError(f'{text!r} is not possible: {cure}')
+
+
+def count(text: str) -> int:
+    """Return a whole number from 1 up."""
+    fits = text.isascii() and text.isdecimal() and int(text) > 0
+    require(text, fits, 'give a whole number from 1 up')
+    require(text, int(text) <= _MOST_COUNTED, f'give at most {_MOST_COUNTED}')
+    return int(text)
+
+
+def whole(text: str) -> int:
+    """Return a whole number from 0 up."""
+    require(text, text.isascii() and text.isdecimal(), 'give a whole number from 0 up')
+    return int(text)
+
+
+def amount(text: str) -> float:
+    """Return a number from 0 up."""
+    value = _float(text)
+    require(text, isfinite(value) and value >= 0, 'give a number from 0 up')
+    require(text, value <= _MOST, f'give a number up to {_MOST:g}')
+    return value
+
+
+def checked(
+    read: Callable[[str], _T], fits: Callable[[_T], bool], cure: str
+) -> Callable[[str], _T]:
+    """Return a function that reads a value as `read` does, and refuses one that does not fit."""
+    return lambda text: require(text, fits(value := read(text)), cure) or value  # no error: None
+
+
+path = checked(str, lambda text: bool(text.strip()) and '\0' not in text, 'give the path of a file')
+layers = checked(count, lambda n: n <= _MOST_LAYERS, f'give at most {_MOST_LAYERS} layers')
+ranks = checked(count, lambda n: n <= MOST_RANKS, f'give at most {MOST_RANKS} ranks')
+positive = checked(amount, lambda value: value > 0, 'give a number above 0')
+seconds = checked(positive, lambda s: s <= _WEEK, f'give at most {_WEEK} seconds, a week')
+_ratio = checked(
+    amount, lambda ratio: 0 < ratio <= 2, 'give a share above 0, up to 2; 1 hides nothing'
+)
+names = checked(  # several words
+    lambda text: text.split(','),
+    lambda found: all(map(str.strip, found)),
+    'give names, divided by commas',
+)
+
+
+def shares(text: str) -> Overlap:
+    """Return the share of all pairs, or that of some kinds: FB=0.9,FF=0.8,FW=0.95."""
+    parts = (part.partition('=') for part in text.split(',') if '=' in text)
+    given = {name: share for name, _, share in parts}
+    known = given.keys() <= {'FB', 'FF', 'FW'}
+    require(text, known, 'give one share, or those of kinds of pairs: FB=0.9,FF=0.8,FW=0.95')
+    if not given:
+        return Overlap(_ratio(text), {})
+    return Overlap.of({name: _ratio(share) for name, share in given.items()})
+
+
+def family(text: str) -> str:
+    """Return the name of a family of schedules."""
+    try:
+        return find(text).name
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def share(text: str) -> float:
+    """Return a number from 0 to 1."""
+    value = _float(text)
+    require(text, 0 <= value <= 1, 'give a number from 0 to 1')
+    return value
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text) if text.isascii() else nan
+    except ValueError:
+        return nan
+
+
+def memory(text: str) -> float:
+    """Return a number from 0 up, or so many `Bytes`: 60GiB, 80GB."""
+    told = _BYTES.fullmatch(text)
+    if told is not None:
+        base = 1024 if 'i' in told[2] else 1000
+        return Bytes(amount(told[1]) * base ** 'BKMGT'.index(told[2][0].upper()))
+    try:
+        return amount(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f'{error}, or bytes such as 60GiB') from error
+
+
+def several(read: Callable[[str], _T]) -> Callable[[str], list[_T]]:
+    """Return a function that reads several values, divided by commas."""
+    return lambda text: [read(part) for part in text.split(',')]
+
+
+counts, amounts, memories = several(count), several(amount), several(memory)
+
 
 _FLAGS = {'num_ranks': '--pp', 'num_microbatches': '--microbatches', 'num_chunks': '--vpp'}
 _FLAGS['costs'] = '--times'
+
+
+AGAINST = f"""
+    --against NAME  family = {RIVAL}  the schedule that a gain is measured against, such as the one
+        that you run: interleaved is that of several chunks in Megatron; default 1f1b
+"""
+COPY_RATIO = """
+    --copy-ratio K  amount  time of a copy out and back, over that of F, B and W of what is copied;
+        default 1
+"""
+TITLE = '--title TEXT  text  of the picture'
 
 
 def flag(name: str) -> str:
@@ -36,271 +222,163 @@ def flag(name: str) -> str:
     return _FLAGS.get(name) or '--' + name.replace('_', '-')
 
 
-def case_request(args: argparse.Namespace, **others: Any) -> CaseRequest:
+def case_request(options: Mapping[str, Any], **others: Any) -> CaseRequest:
     """Return the schedule that a command's options ask for; `others` come first."""
-    given = {**vars(args), **others}
-    attention = given.get('attention')
-    cut = SliceRequest(
-        given.get('slices'),
-        given.get('seq_length'),
-        attention if isinstance(attention, dict) else Attention(attention or 0.0),
-        given.get('context_exchange'),
-        flag,
-    )
-    own = {each.name: given[each.name] for each in fields(CaseRequest) if each.name in given}
-    amounts = {name: given.get(name) for name in ASKED}
-    return CaseRequest(**{**own, 'cut': cut, 'amounts': amounts, 'name': flag})
+    return CaseRequest.of({**options, **others}, flag)
 
 
-def add_renamed(parser: ArgumentParser, name: str, old: str, dest: str, **keywords: Any) -> None:
-    """Add the option `name`, and `old`, which had a second meaning elsewhere and says so."""
-
-    class Renamed(argparse.Action):
-        def __call__(
-            self, _: object, namespace: argparse.Namespace, given: Any, written: str | None = None
-        ) -> None:
-            setattr(namespace, self.dest, given)
-            if written == old:
-                print(f'zbpp: note: {old} is named {name} here: write that', file=sys.stderr)
-
-    parser.add_argument(name, dest=dest, action=Renamed, **keywords)
-    parser.add_argument(old, dest=dest, action=Renamed, **{**keywords, 'help': argparse.SUPPRESS})
-
-
-def add_source(parser: ArgumentParser) -> None:
-    """Add which schedule: a name and its shape, or a file."""
+def add_case(parser: ArgumentParser) -> None:
+    """Add the schedule, by its name and shape or from a file, and its costs."""
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument('--schedule', metavar='NAME', help='see zbpp list')
-    source.add_argument(
-        '--file', type=values.path, metavar='FILE', help='our JSON, a plan, or the CSV of torch'
+    add_options(
+        source,
+        """
+        --schedule NAME  text  see zbpp list
+        --file FILE  path  our JSON, a plan, or the CSV of torch
+        """,
     )
-    add_shape(parser, required=False)
+    add_shape(parser)
+    add_costs(parser)
 
 
-def add_shape(
-    parser: ArgumentParser, required: bool, chunks: Callable[[str], object] | None = None
-) -> None:
-    """Add p, m, n and v."""
-    parser.add_argument(
-        '--pp', type=values.ranks, dest='num_ranks', metavar='P', required=required, help='ranks'
+def add_shape(parser: ArgumentParser) -> None:
+    """Add p, m, n and v of one schedule."""
+    add_options(
+        parser,
+        """
+        --pp P  ranks as num_ranks  ranks
+        --microbatches M  count as num_microbatches  microbatches
+        """,
     )
-    parser.add_argument(
-        '--microbatches',
-        type=values.count,
-        dest='num_microbatches',
-        metavar='M',
-        required=required,
-        help='microbatches',
-    )
-    text = meaning('num_chunks')
-    add_slices(parser, auto=chunks is not None)
-    if chunks is None:
-        parser.add_argument('--vpp', type=values.count, dest='num_chunks', metavar='V', help=text)
-    else:
-        parser.add_argument(
-            '--vpp', type=chunks, dest='num_chunks', metavar='V,...', help=f'{text}; default 1,2,4'
-        )
+    add_slices(parser)
+    add_options(parser, f'--vpp V  count as num_chunks  {meaning("num_chunks")}')
 
 
 def add_slices(parser: ArgumentParser, auto: bool = False) -> None:
-    """Add n and sizes, and what attention takes."""
+    """Add number and sizes of slices, and the times of attention."""
     proposed = f', or {AUTO}: as many balanced ones as pay' if auto else ''
-    parser.add_argument(
-        '--slices',
-        type=lambda text: _slices(text, auto),
-        metavar='N|SIZE,...|balanced:N' + '|auto' * auto,
-        help='parts of each sequence: how many equal ones, tokens of each, or how many that take '
-        f'equal times{proposed}; default 1, of seq1f1b and its kin 4',
-    )
-    parser.add_argument(
-        '--seq-length',
-        type=values.count,
-        metavar='TOKENS',
-        help='of a sequence, for slices whose sizes are to be found',
-    )
-    parser.add_argument(
-        '--attention',
-        type=_attention,
-        metavar='SHARE|TOKENS=F,...',
-        help='share of attention in F of a whole sequence, or F as measured at two lengths or '
-        'more: the later slices take longer; default 0',
+    add_options(
+        parser,
+        f"""
+        --slices N|SIZE,...|balanced:N{'|auto' * auto}  slices  parts of each sequence: how many
+            equal ones, tokens of each, or how many that take equal times{proposed}; default 1, of
+            seq1f1b and its kin 4
+        --seq-length TOKENS  count  of a sequence, for slices whose sizes are to be found
+        --attention SHARE|TOKENS=F,...  attention  share of attention in F of a whole sequence, or F
+            as measured at two lengths or more: the later slices take longer; default 0
+        """,
+        slices=lambda text: _slices(text, auto),
+        attention=_attention,
     )
     if not auto:
-        parser.add_argument(
-            '--context-exchange',
-            type=values.amount,
-            metavar='TIME',
-            help='ranks even out the attention of equal slices (SlimPipe): time that a pass waits '
-            'for each block of a slice by a slice that moves; simulated, does not train',
+        add_options(
+            parser,
+            """
+            --context-exchange TIME  amount  ranks even out the attention of equal slices
+                (SlimPipe): time that a pass waits for each block of a slice by a slice that moves;
+                simulated, does not train
+            """,
         )
 
 
 def _slices(text: str, auto: bool) -> Slices:
-    values.require(text, text.isascii(), 'give a number such as 4')
+    require(text, text.isascii(), 'give a number such as 4')
     try:
         found = slices_of(text)
     except ValueError as error:
         raise ArgumentTypeError(f'{text!r} is not possible: {error}') from error
     if not number_of(found):
         cure = 'give auto, and --least-slice TOKENS' if auto else 'give how many, or balanced:N'
-        values.require(text, auto and found == ToFind(), cure)
+        require(text, auto and found == ToFind(), cure)
     return found
 
 
 def _attention(text: str) -> float | dict[int, float]:
     if '=' not in text:
-        return values.share(text)
+        return share(text)
     pairs = [part.partition('=') for part in text.split(',')]
-    return {values.count(tokens): values.amount(time) for tokens, _, time in pairs}
+    return {count(tokens): amount(time) for tokens, _, time in pairs}
 
 
 def add_vocabulary(parser: ArgumentParser, share: Callable[[str], object] | None = None) -> None:
     """Add the output layer on all ranks."""
     where = f'; auto: where it pays, with {USUAL_SHARE} or times of FILE for no SHARE'
     choice = f'|auto|auto:SHARE|auto:{IN_FILE}' if share else ''
-    parser.add_argument(
-        '--vocab-parallel',
-        type=share or shard,
-        metavar=f'SHARE|{IN_FILE}{choice}',
-        help='the output layer on all ranks, as passes S and T: forward of a shard over that of a '
-        f'full rank, or {IN_FILE} if that of --times has times of S and T'
-        f'{where if share else ""}; default: it is part of the last stage',
-    )
-    parser.add_argument(
-        '--vocab-layers',
-        choices=SHARED_LAYERS,
-        default=OUTPUT,
-        help='layers on all ranks with --vocab-parallel; input: the word embedding, as passes D, I '
-        'and J; default output',
+    add_options(
+        parser,
+        f"""
+        --vocab-parallel SHARE|{IN_FILE}{choice}  share  the output layer on all ranks, as passes S
+            and T: forward of a shard over that of a full rank, or {IN_FILE} if that of --times has
+            times of S and T{where if share else ''}; default: it is part of the last stage
+        --vocab-layers  layers = {OUTPUT}  layers on all ranks with --vocab-parallel; input: the
+            word embedding, as passes D, I and J; default output
+        """,
+        share=share or shard,
+        layers=SHARED_LAYERS,
     )
 
 
 def shard(text: str) -> float | str:
     """Return the share of a shard, or where its times are."""
     try:
-        return text if text == IN_FILE else values.amount(text)
+        return text if text == IN_FILE else amount(text)
     except ArgumentTypeError as error:
         raise ArgumentTypeError(f'{error}, or {IN_FILE}') from error
 
 
 def add_costs(parser: ArgumentParser, layers: bool = True) -> None:
-    """Add times, those of a file of `layers`, too, and what else a schedule costs."""
+    """Add times, also by a file of `layers`, and further costs of a schedule."""
+    parser.set_defaults(costs=NO_TIMES)
     source = parser.add_mutually_exclusive_group()
     if layers:
-        source.add_argument(
-            '--layers-file',
-            type=_layers,
-            dest='costs',
-            default=NO_TIMES,
-            metavar='FILE',
-            help='of a model, as for zbpp partition, in place of --times: each placement gets its '
-            'even split',
+        add_options(
+            source,
+            """
+            --layers-file FILE  layers as costs  of a model, as for zbpp partition, in place of
+                --times: each placement gets its even split
+            """,
+            layers=_layers,
         )
-    source.add_argument(
-        '--times',
-        type=_times,
-        dest='costs',
-        default=NO_TIMES,
-        metavar='F,B,W|FILE',
-        help='times of a full rank, or a JSON file of costs: F, B and W by stage, and at will '
-        'activation, retained, parameters, comm, message, edges, hops, speeds, together, pairs, '
-        'times, amounts, parts, collectives; default 1,1,1',
+    add_options(
+        source,
+        """
+        --times F,B,W|FILE  times as costs  times of a full rank, or a JSON file of costs: F, B and
+            W by stage, and at will activation, retained, parameters, comm, message, edges, hops,
+            speeds, together, pairs, times, amounts, parts, collectives; default 1,1,1
+        """,
+        times=_times,
     )
-    parser.add_argument(
-        '--comm',
-        type=values.amount,
-        metavar='C',
-        help='time of a message; default 0, or as in FILE',
-    )
-    parser.add_argument(
-        '--together',
-        type=values.shares,
-        metavar='SHARE',
-        help='time of a forward and a backward that run as one (dualpipe-v has such pairs), over '
-        'that of both; or of each kind of pair, which stp has: FB=0.9,FF=0.8,FW=0.95; default: '
-        'they run apart, or as in FILE',
-    )
-    parser.add_argument(
-        '--memory-limit',
-        type=values.memory,
-        metavar='A',
-        help=f'{meaning("memory_limit")}, or in units of FILE, whose parameters count; or in '
-        'bytes, such as 60GiB, where FILE has activation and parameters in bytes',
-    )
-
-
-def add_against(parser: ArgumentParser) -> None:
-    """Add the schedule that results are compared with."""
-    parser.add_argument(
-        '--against',
-        type=_family,
-        default=RIVAL,
-        metavar='NAME',
-        help='the schedule that a gain is measured against, such as the one that you run: '
-        'interleaved is that of several chunks in Megatron; default 1f1b',
-    )
-
-
-def _family(text: str) -> str:
-    try:
-        return find(text).name
-    except ValueError as error:
-        raise ArgumentTypeError(str(error)) from error
-
-
-def add_title(parser: ArgumentParser) -> None:
-    """Add what heads a picture."""
-    parser.add_argument('--title', metavar='TEXT', help='of the picture')
-
-
-def add_copy_ratio(parser: ArgumentParser) -> None:
-    """Add k, the ratio of copies to passes."""
-    parser.add_argument(
-        '--copy-ratio',
-        type=values.amount,
-        metavar='K',
-        help='time of a copy out and back, over that of F, B and W of what is copied; default 1',
+    add_options(
+        parser,
+        f"""
+        --comm C  amount  time of a message; default 0, or as in FILE
+        --together SHARE  shares  time of a forward and a backward that run as one (dualpipe-v has
+            such pairs), over that of both; or of each kind of pair, which stp has:
+            FB=0.9,FF=0.8,FW=0.95; default: they run apart, or as in FILE
+        --memory-limit A  memory  {meaning('memory_limit')}, or in units of FILE, whose parameters
+            count; or in bytes, such as 60GiB, where FILE has activation and parameters in bytes
+        """,
     )
 
 
 def add_search(
     command: ArgumentParser, objectives: Sequence[str], seconds: float, more: str = ''
 ) -> None:
-    """Add what a search is for, how long it takes, and where its plan goes."""
+    """Add objective, time limit and output file of a search."""
     asynchronous = ', period for asynchronous training' if 'period' in objectives else ''
-    command.add_argument(
-        '--objective',
-        choices=objectives,
-        default='makespan',
-        help='window where ranks do not wait for each other between iterations'
-        f'{asynchronous}; default makespan',
+    add_options(
+        command,
+        f"""
+        --objective  objectives = makespan  window where ranks do not wait for each other between
+            iterations{asynchronous}; default makespan
+        --seconds N  seconds = {seconds}  at most; default {seconds:g}
+        --seed N  whole = 0  another one searches elsewhere; default 0
+        -o --output FILE  path  the plan (.json, for --pipeline-schedule-file) or its picture
+            (.html, .svg, .png, .pdf){more}
+        """,
+        objectives=objectives,
     )
-    command.add_argument(
-        '--seconds',
-        type=values.seconds,
-        default=seconds,
-        metavar='N',
-        help=f'at most; default {seconds:g}',
-    )
-    command.add_argument(
-        '--seed',
-        type=values.whole,
-        default=0,
-        metavar='N',
-        help='another one searches elsewhere; default 0',
-    )
-    command.add_argument(
-        '-o',
-        '--output',
-        type=values.path,
-        metavar='FILE',
-        help='the plan (.json, for --pipeline-schedule-file) or its picture (.html, .svg, .png, '
-        f'.pdf){more}',
-    )
-    add_title(command)
-
-
-_Read = TypeVar('_Read')
+    add_options(command, TITLE)
 
 
 def _layers(text: str) -> LayerCosts:
@@ -309,16 +387,16 @@ def _layers(text: str) -> LayerCosts:
 
 def _times(text: str) -> CostSource:
     if ',' in text:
-        parts = [values.amount(part) for part in text.split(',')]
-        values.require(text, len(parts) == 3, 'give three times, F,B,W')
-        values.require(text, any(parts), 'give a time above 0')
+        parts = [amount(part) for part in text.split(',')]
+        require(text, len(parts) == 3, 'give three times, F,B,W')
+        require(text, any(parts), 'give a time above 0')
         return Times(*parts)
     return _read(text, StageCosts.read, TIMES_FILE)
 
 
-def _read(text: str, read: Callable[[str], _Read], wanted: str) -> _Read:
+def _read(text: str, read: Callable[[str], _T], wanted: str) -> _T:
     try:
-        return read(values.path(text))
+        return read(path(text))
     except OSError as error:
         raise ArgumentTypeError(f'{text!r}: {error.strerror}') from error
     except ValueError as error:
@@ -331,7 +409,7 @@ def load_layers(path: str) -> Layers:
 
 
 def load_devices(path: str | None, ranks: int | None) -> Devices:
-    """Return the devices in a file, or so many that are alike."""
+    """Return the devices in a file, or so many equal ones."""
     if path is None:
         if ranks is None:
             raise ValueError('--pp or --devices: say how many ranks there are')
@@ -342,8 +420,8 @@ def load_devices(path: str | None, ranks: int | None) -> Devices:
     return devices
 
 
-def _read_part(path: str, reader: Callable, name: str):
-    def parse(text: str):
+def _read_part(path: str, reader: Callable[[str], _T], name: str) -> _T:
+    def parse(text: str) -> _T:
         data = strict_json.loads(text)
         fields = data if strict_json.is_object(data) else {}
         kept = fields.get(name) if 'schedule' in fields else None

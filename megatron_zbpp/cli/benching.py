@@ -10,104 +10,81 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
-from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from megatron_zbpp.cli import values
-from megatron_zbpp.cli.printing import gib, print_json, print_table, print_wrapped, progress
+from megatron_zbpp.cli.printing import gib, print_json, print_table, print_wrapped, progress, say
 from megatron_zbpp.ir import files
 from megatron_zbpp.ir.strict_json import is_object
 from megatron_zbpp.render.png import bars_png
 from megatron_zbpp.schedules import find
 
 if TYPE_CHECKING:
-    from megatron_zbpp.mcore.command_line.bench import Bench, Printed
+    from megatron_zbpp.mcore.command_line.bench import Bench
 
 _RUNS, _START = 'runs.json', 'start'
 _ENOUGH = 3  # runs of which the spread tells the noise
 
 
-def add_bench(command: ArgumentParser) -> None:
-    """Add what `zbpp bench` takes."""
-    command.add_argument(
-        '--schedules',
-        type=values.names,
-        default=['zb-h1', 'zb-v', 'auto'],
-        metavar='NAME,...',
-        help='beside the one of the line; auto: one that is planned from the times of the first '
-        'iterations. Default zb-h1,zb-v,auto',
-    )
-    command.add_argument(
-        '--iterations', type=values.count, default=20, metavar='N', help='of a run; default 20'
-    )
-    command.add_argument(
-        '--warmup',
-        type=values.whole,
-        metavar='N',
-        help='iterations of a run that no time is taken of; default: half of them',
-    )
-    command.add_argument(
-        '--rounds',
-        type=values.count,
-        default=3,
-        metavar='N',
-        help='runs of each schedule, in turns; default 3',
-    )
-    command.add_argument('--cpu', action='store_true', help='run on CPU and gloo')
-    command.add_argument(
-        '-o',
-        '--output',
-        type=values.path,
-        metavar='FOLDER',
-        default='zbpp-bench',
-        help='of logs and results; a bench that was stopped goes on there. Default zbpp-bench',
-    )
-    command.add_argument(
-        'line',
-        nargs='*',
-        metavar='-- LAUNCH LINE',
-        help='torchrun and all; for several nodes what starts it on each before it, as '
-        'scripts/slurm/bench.sbatch does',
-    )
+BENCH = """
+    --schedules NAME,...  names = zb-h1,zb-v,auto  beside the one of the line; auto: one that is
+        planned from the times of the first iterations. Default zb-h1,zb-v,auto
+    --iterations N  count = 20  of a run; default 20
+    --warmup N  whole  iterations of a run that no time is taken of; default: half of them
+    --rounds N  count = 3  runs of each schedule, in turns; default 3
+    --cpu  switch  run on CPU and gloo
+    -o --output FOLDER  path = zbpp-bench  of logs and results; a bench that was stopped goes on
+        there. Default zbpp-bench
+    line -- LAUNCH LINE  text*  torchrun and all; for several nodes what starts it on each
+        before it, as scripts/slurm/bench.sbatch does
+"""  # what `zbpp bench` takes
 
 
-def bench(args: Namespace) -> int:
+def bench(
+    line: list[str],
+    schedules: list[str],
+    iterations: int,
+    warmup: int | None,
+    rounds: int,
+    cpu: bool,
+    output: str,
+    as_json: bool,
+) -> int:
     """Return 0, 1 where a run failed, or 130 where Ctrl-C ended the bench; prints what ran."""
     from megatron_zbpp.mcore.command_line.bench import OWN, Bench  # takes torch and Megatron
 
-    names = [name if name == 'auto' else find(name).name for name in args.schedules]
+    names = [name if name == 'auto' else find(name).name for name in schedules]
     schedules = list(dict.fromkeys([OWN, *names]))
-    job, folder = Bench.of(args.line, args.cpu), Path(args.output)
+    job, folder = Bench.of(line, cpu), Path(output)
     folder.mkdir(parents=True, exist_ok=True)
-    warmup = args.iterations // 2 if args.warmup is None else args.warmup
-    runs = _Runs(folder, [*args.line, *(['--cpu'] if args.cpu else [])], args.iterations)
+    warmup = iterations // 2 if warmup is None else warmup
+    runs = _Runs(folder, [*line, *(['--cpu'] if cpu else [])], iterations)
     status = 0
-    turns = itertools.product(range(args.rounds), schedules)
-    missing = [(name, turn) for turn, name in turns if not runs.has(name, turn)]
+    turns = itertools.product(range(rounds), schedules)
+    missing = [(name, turn) for turn, name in turns if turn >= len(runs.of(name))]
     try:
         start = job.load or (_written_start(job, folder) if missing else '')
         with progress('runs', 'run', len(missing)) as done:
             for k, (name, turn) in enumerate(missing, 1):
-                _say(f'{name}, run {turn + 1} of {args.rounds}')
+                say(f'{name}, run {turn + 1} of {rounds}')
                 log = folder / f'{name.replace(" ", "-")}-{turn + 1}.log'
-                runs.add(name, turn, _run(job.run(name, args.iterations, start), log))
+                runs.add(name, turn, _run(job.run(name, iterations, start), log))
                 done(k / len(missing))
         shutil.rmtree(folder / _START, ignore_errors=True)
     except KeyboardInterrupt:
-        _say(f'interrupted: this ran by then; the same command with -o {folder} goes on')
+        say(f'interrupted: this ran by then; the same command with -o {folder} goes on')
         status = 128 + signal.SIGINT
     rows = [_row(name, runs.of(name), job, warmup) for name in schedules if runs.of(name)]
     if not rows:
         return status
     _judge(rows, job)
     picture = _draw(rows, folder, job)
-    if args.json:
-        told = {'schedules': rows, 'iterations': args.iterations, 'warmup': warmup}
+    if as_json:
+        told = {'schedules': rows, 'iterations': iterations, 'warmup': warmup}
         print_json({**told, 'picture': picture})
     else:
         _print(rows, job)
@@ -132,9 +109,6 @@ class _Runs:
                 )
         self._found = known.get('runs', {})
 
-    def has(self, name: str, turn: int) -> bool:
-        return turn < len(self._found.get(name, ()))
-
     def of(self, name: str) -> list[Any]:
         """Return the runs of a schedule."""
         return self._found.get(name, [])
@@ -150,7 +124,7 @@ def _written_start(job: Bench, folder: Path) -> str:
     """Return the folder of the checkpoint that all runs begin with; writes it if need be."""
     start = folder / _START
     if not (start / 'latest_checkpointed_iteration.txt').exists():
-        _say("a checkpoint, by Megatron's own schedule")
+        say("a checkpoint, by Megatron's own schedule")
         log = folder / 'start.log'
         found = _run(job.start(str(start)), log)
         if found['error']:
@@ -164,25 +138,25 @@ def _run(words: Sequence[str], log: Path) -> dict[str, Any]:
     printed = Printed()
     with log.open('w', encoding='utf-8') as file:
         file.write(f'$ {shlex.join(words)}\n')
+        pipes: dict[str, Any] = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT}
+        start = partial(subprocess.Popen[str], text=True, errors='replace', start_new_session=True)
         with contextlib.ExitStack() as running:
             with _interrupted_later():  # else a run could begin that nobody ends
-                process = running.enter_context(
-                    subprocess.Popen(
-                        words,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.STDOUT,
-                        text=True,
-                        errors='replace',
-                        start_new_session=True,
-                    )
-                )
+                process = running.enter_context(start(words, **pipes))
                 running.callback(_end, process)
             assert process.stdout is not None
             for line in process.stdout:
                 file.write(line)
                 printed.read(line)
             code = process.wait()
-    return _left(printed, code)
+    failed = bool(code) or not printed.steps
+    return {
+        'seconds': [step.seconds for step in printed.steps],
+        'losses': [step.loss for step in printed.steps],
+        'idle': [step.idle for step in printed.steps],
+        'peak_bytes': printed.peak_bytes,
+        'error': printed.said if failed else None,
+    }
 
 
 @contextlib.contextmanager
@@ -199,7 +173,7 @@ def _interrupted_later() -> Iterator[None]:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a run that goes on, and all that it started; torchrun needs some time for that."""
+    """End a run and the processes that it started; torchrun needs some time for that."""
     if process.poll() is not None:
         return
     for number, grace in ((signal.SIGTERM, 60), (signal.SIGKILL, None)):
@@ -209,19 +183,7 @@ def _end(process: subprocess.Popen[str]) -> None:
             return
 
 
-def _left(printed: Printed, code: int) -> dict[str, Any]:
-    failed = bool(code) or not printed.steps
-    return {
-        'seconds': [step.seconds for step in printed.steps],
-        'losses': [step.loss for step in printed.steps],
-        'idle': [step.idle for step in printed.steps],
-        'peak_bytes': printed.peak_bytes,
-        'error': printed.said if failed else None,
-    }
-
-
 def _row(name: str, runs: Sequence[Any], job: Bench, warmup: int) -> dict[str, Any]:
-    """Return the figures of a schedule: medians over its runs."""
     good = [run for run in runs if not run['error']]
     error = next((run['error'] for run in runs if run['error']), None)
     times = [median(run['seconds'][warmup:] or run['seconds']) for run in good]
@@ -243,7 +205,7 @@ def _row(name: str, runs: Sequence[Any], job: Bench, warmup: int) -> dict[str, A
 
 def _judge(rows: list[dict[str, Any]], job: Bench) -> None:
     """Add to each row its gain over the first, the noise of that, and whether losses are equal."""
-    from megatron_zbpp.mcore.start.scratch_losses import DRAWING
+    from megatron_zbpp.mcore.iteration.announcement import DRAWING
 
     first = rows[0]
     drawing = any(getattr(job.line.args, name, None) for name in DRAWING)
@@ -258,7 +220,7 @@ def _judge(rows: list[dict[str, Any]], job: Bench) -> None:
 
 
 def _gain(row: dict[str, Any]) -> str:
-    """Return a gain for people, with a question mark where noise is unknown or as large."""
+    """Return a gain as text, with a question mark where noise is unknown or as large."""
     if row['gain'] is None:
         return '-'
     sure = row['noise'] is not None and abs(row['gain']) > row['noise']
@@ -281,24 +243,21 @@ def _print(rows: list[dict[str, Any]], job: Bench) -> None:
     def cell(value: float | None, text: str) -> str:
         return '-' if value is None else text.format(value)
 
-    heads = ('schedule', 'ms/step', 'spread', 'gain', 'tokens/s', 'idle', 'peak', 'losses')
     said = {None: '-', True: 'equal', False: 'differ'}
-    print_table(
-        heads,
-        [
-            (
-                row['name'],
-                cell(row['seconds'] and row['seconds'] * 1e3, '{:.1f}'),
-                'unknown' if row['spread'] is None else f'{row["spread"]:.1%}',
-                _gain(row) if row is not rows[0] else '-',
-                cell(row['tokens_a_second'], '{:.0f}'),
-                cell(row['idle_all_ranks'], '{:.1%}'),
-                '-' if row['peak_bytes'] is None else gib(row['peak_bytes']),
-                said[row['losses_equal']],
-            )
-            for row in rows
-        ],
-    )
+    cells = [
+        {
+            'schedule': row['name'],
+            'ms/step': cell(row['seconds'] and row['seconds'] * 1e3, '{:.1f}'),
+            'spread': 'unknown' if row['spread'] is None else f'{row["spread"]:.1%}',
+            'gain': _gain(row) if row is not rows[0] else '-',
+            'tokens/s': cell(row['tokens_a_second'], '{:.0f}'),
+            'idle': cell(row['idle_all_ranks'], '{:.1%}'),
+            'peak': '-' if row['peak_bytes'] is None else gib(row['peak_bytes']),
+            'losses': said[row['losses_equal']],
+        }
+        for row in rows
+    ]
+    print_table([*cells[0]], [[*own.values()] for own in cells])
     if job.line.on_cpu:
         print_wrapped('CPU figures: not what a GPU gains')
     own = ' '.join(job.own) or "Megatron's own schedule"
@@ -322,7 +281,3 @@ def _print(rows: list[dict[str, Any]], job: Bench) -> None:
         print(f'    --pipeline-schedule {best["name"]}')
     else:
         print('no schedule is faster than that of the line by more than the noise')
-
-
-def _say(text: str) -> None:
-    print(f'zbpp: {text}', file=sys.stderr)

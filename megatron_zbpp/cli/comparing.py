@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 import csv
-from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
+from argparse import ArgumentParser
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_zbpp.analysis.gain import RIVAL
-from megatron_zbpp.cli import values
-from megatron_zbpp.cli.arguments import (
-    add_against,
-    add_costs,
-    add_renamed,
-    add_shape,
-    add_title,
-    add_vocabulary,
-    case_request,
-    flag,
-    load_devices,
-    load_layers,
-)
+from megatron_zbpp.cli import arguments, printing
+from megatron_zbpp.cli.arguments import add_options
 from megatron_zbpp.cli.partitioning import limit_of
-from megatron_zbpp.cli.printing import (
-    draw,
-    picture_format,
-    print_json,
-    print_table,
-    print_wrapped,
-    progress,
-    rows,
-)
 from megatron_zbpp.ir.formats import MANY
 from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.partitioning.comparison import (
@@ -52,126 +32,120 @@ from megatron_zbpp.techniques.vocabulary.place import WHOLE, has_shards
 
 
 def add_compare(command: ArgumentParser) -> None:
-    """Add what `zbpp compare` takes, over layers, partitions and latencies, too."""
-    command.add_argument(
-        '--schedules', type=values.names, metavar='NAME,...', help='default: all that can be built'
-    )
-    command.add_argument(
-        '--file',
-        type=values.path,
-        metavar='FILE',
-        help='a plan beside them, whose sizes and costs they take; or another schedule',
-    )
-    add_shape(command, required=False)
-    add_costs(command, layers=False)  # its own compares partitions
-    add_vocabulary(command)
-    add_against(command)
-    command.add_argument(
-        '-o', '--output', type=values.path, metavar='FILE', help='picture: .html, .svg, .png, .pdf'
-    )
-    add_title(command)
-    add_renamed(
+    """Add the arguments of `zbpp compare`, also over layers, partitions and latencies."""
+    add_options(
         command,
-        '--layers-file',
-        '--layers',
-        'layers',
-        type=values.path,
-        metavar='FILE',
-        help='of a model, as for zbpp partition: compare on partitions of it, not on --times',
+        """
+        --schedules NAME,...  names  default: all that can be built
+        --file FILE  path  a plan beside them, whose sizes and costs they take; or another schedule
+        """,
     )
-    command.add_argument(
-        '--devices',
-        type=values.path,
-        metavar='FILE',
-        help='with --layers-file: as for zbpp partition',
-    )
-    command.add_argument(
-        '--latencies',
-        type=values.amounts,
-        metavar='C,...',
-        help='with --layers-file: times of a message; default 0',
-    )
-    command.add_argument(
-        '--csv',
-        type=values.path,
-        metavar='FILE',
-        help='with --layers-file: where to write the rows',
+    arguments.add_shape(command)
+    arguments.add_costs(command, layers=False)  # its own compares partitions
+    arguments.add_vocabulary(command)
+    add_options(command, arguments.AGAINST)
+    add_options(command, '-o --output FILE  path  picture: .html, .svg, .png, .pdf')
+    add_options(command, arguments.TITLE)
+    add_options(
+        command,
+        """
+        --layers-file (--layers) FILE  path as layers  of a model, as for zbpp partition: compare on
+            partitions of it, not on --times
+        --devices FILE  path  with --layers-file: as for zbpp partition
+        --latencies C,...  amounts  with --layers-file: times of a message; default 0
+        --csv FILE  path  with --layers-file: where to write the rows
+        """,
     )
 
 
-def compare(args: Namespace) -> None:
+def compare(
+    schedules: list[str] | None,
+    against: str,
+    output: str | None,
+    title: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Print a table, and draw a picture, of the named schedules or of all that can be built."""
-    if args.layers:
-        return _compare_partitions(args)
+    if options['layers']:
+        given = {**options, 'against': against, 'output': output, 'title': title}
+        return _compare_partitions(given, schedules or names(), as_json)
     for name in ('devices', 'latencies', 'csv'):
-        if getattr(args, name) is not None:
+        if options[name] is not None:
             raise ValueError(f"--{name} goes with --layers-file: name the file of a model's layers")
     for name in ('num_ranks', 'num_microbatches'):
-        if getattr(args, name) is None and args.file is None:
+        if options[name] is None and options['file'] is None:
             raise ValueError(
-                f'{flag(name)} is missing: give a number from 1 up, or --file of a plan'
+                f'{arguments.flag(name)} is missing: give a number from 1 up, or --file of a plan'
             )
-    picture = picture_format(args.output, args.title)
-    with progress('schedules', 'it', len(args.schedules or names())) as done:
-        asked, found, skipped = case_request(args).cases(args.schedules or (), done)
-    known = {name: facts(case, case.timeline, args.against) for name, case in found.items()}
+    picture = printing.picture_format(output, title)
+    with printing.progress('schedules', 'it', len(schedules or names())) as done:
+        asked, found, skipped = arguments.case_request(options).cases(schedules or (), done)
+    known = {name: facts(case, case.timeline, against) for name, case in found.items()}
     in_turn = sorted(known, key=lambda name: known[name].get('period', known[name]['makespan']))
-    if picture:
+    if output and picture:
         shown = {name: found[name] for name in in_turn}
-        draw(args.output, picture, args.title, shown, asked.heading())
-    schedules = [known[name] for name in in_turn]
-    if args.json:
+        printing.draw(output, picture, title, shown, asked.heading())
+    found_facts = [known[name] for name in in_turn]
+    if as_json:
         left_out = [{'name': name, 'reason': reason} for name, reason in skipped.items()]
-        return print_json({'schedules': schedules, 'skipped': left_out, 'picture': args.output})
-    print_table(*rows(schedules, asked.units))
+        return printing.print_json(
+            {'schedules': found_facts, 'skipped': left_out, 'picture': output}
+        )
+    printing.print_table(*printing.rows(found_facts, asked.units))
     if isinstance(asked.costs, PlanCosts):
-        print_wrapped('other schedules: stages of the plan joined, or cut into equal parts')
-    against = args.against + WHOLE * any(has_shards(case.schedule) for case in found.values())
-    print_wrapped(f'gain: time saved against {against}; {MEANING}')
-    if more := [f'{each["name"]} {each["copies"]}' for each in schedules if each['copies'] > 1]:
-        print_wrapped(f'copies of the weights, of a stage at most: {", ".join(more)}')
-    if late := [found['name'] for found in schedules if 'period' in found]:
-        print_wrapped(
+        printing.print_wrapped(
+            'other schedules: stages of the plan joined, or cut into equal parts'
+        )
+    rival = against + WHOLE * any(has_shards(case.schedule) for case in found.values())
+    printing.print_wrapped(f'gain: time saved against {rival}; {MEANING}')
+    if more := [f'{each["name"]} {each["copies"]}' for each in found_facts if each['copies'] > 1]:
+        printing.print_wrapped(f'copies of the weights, of a stage at most: {", ".join(more)}')
+    if late := [each['name'] for each in found_facts if 'period' in each]:
+        printing.print_wrapped(
             f'asynchronous, train another model: {", ".join(late)}; period: time of a call of '
             f'{asked.num_microbatches} microbatches once the pipeline is full, and bubble that of '
             'it'
         )
     for name, reason in skipped.items():
         print(f'without {name}: {reason}')
-    if args.output:
-        print(f'wrote {args.output}')
+    if output:
+        print(f'wrote {output}')
 
 
-def _compare_partitions(args: Namespace) -> None:
+def _compare_partitions(
+    options: Mapping[str, Any], schedules: Iterable[str], as_json: bool
+) -> None:
     """Print which schedule is best on which partition at which latency; write the CSV."""
-    _require_read(vars(args))
-    layers, devices = load_layers(args.layers), load_devices(args.devices, args.num_ranks)
-    wanted, latencies = list(args.schedules or names()), args.latencies or [0.0]
-    given = args.memory_limit and [args.memory_limit]
-    limit = limit_of(given, layers, args.layers)
-    _, skipped = comparable(wanted, layers, len(devices), args.num_microbatches)
+    _require_read(options)
+    file, m, limit = (options[name] for name in ('layers', 'num_microbatches', 'memory_limit'))
+    layers = arguments.load_layers(file)
+    devices = arguments.load_devices(options['devices'], options['num_ranks'])
+    wanted, latencies = list(schedules), options['latencies'] or [0.0]
+    limit = limit_of(limit and [limit], layers, file)
+    _, skipped = comparable(wanted, layers, len(devices), m)
     rows: list[Row] = []
-    with progress('comparing', 'it', len(latencies)) as done:
+    with printing.progress('comparing', 'it', len(latencies)) as done:
         for at, latency in enumerate(latencies, 1):
-            rows += compared(
-                layers, devices, args.num_microbatches, wanted, [latency], memory_limit=limit
-            )
+            rows += compared(layers, devices, m, wanted, [latency], memory_limit=limit)
             done(at / len(latencies))
     for row in (each for each in rows if not each.fits):
         name = f'{row.schedule}, {row.partition}, at {row.latency:g}'
         found = ', and no partition was found that fits' * (row.partition == BEST)
-        skipped[name] = f'a rank holds {_memory(row)}, above its memory{found}'
+        held = f'{Bytes(row.memory) if row.memory >= MANY else row.memory:g}'
+        skipped[name] = f'a rank holds {held}, above its memory{found}'
     rows = [row for row in rows if row.fits]
+    reasons = [f'without {name}: {why}' for name, why in skipped.items()]
     if not rows:
-        raise ValueError(f'no schedule fits: {"; ".join(_reasons(skipped))}')
-    if args.csv:
-        with Path(args.csv).open('w', newline='', encoding='utf-8') as file:
+        raise ValueError(f'no schedule fits: {"; ".join(reasons)}')
+    if options['csv']:
+        with Path(options['csv']).open('w', newline='', encoding='utf-8') as file:
             writer = csv.writer(file)
             writer.writerow(Row._fields)
             writer.writerows(rows)
     best = winners(rows)
-    if args.json:
-        return print_json(
+    if as_json:
+        return printing.print_json(
             {
                 'rows': [row._asdict() for row in rows],
                 'best': [row._asdict() for row in best.values()],
@@ -187,26 +161,15 @@ def _compare_partitions(args: Namespace) -> None:
         ]
         print(f'shortest on the {kind} partition: {", ".join(said)}')
     print(f'gain: time saved against {RIVAL} on the even partition')
-    for reason in _reasons(skipped):
-        print(reason)
-    if args.csv:
-        print(f'wrote {args.csv}')
-
-
-def _memory(row: Row) -> str:
-    """Return the most that a rank holds, in GiB where that is in bytes."""
-    return f'{Bytes(row.memory) if row.memory >= MANY else row.memory:g}'
-
-
-def _reasons(skipped: dict[str, str]) -> list[str]:
-    return [f'without {name}: {why}' for name, why in skipped.items()]
+    print(*reasons, sep='\n', end='\n' * bool(reasons))
+    if options['csv']:
+        print(f'wrote {options["csv"]}')
 
 
 def _require_read(given: Mapping[str, Any]) -> None:
-    """Raise ValueError for options that a comparison of partitions does not read."""
     for name in ('num_ranks', 'num_microbatches'):
         if given[name] is None:
-            raise ValueError(f'--layers-file needs {flag(name)}: give a number from 1 up')
+            raise ValueError(f'--layers-file needs {arguments.flag(name)}: give a number from 1 up')
     cures = {
         'file': 'partitions have their named schedules',
         'costs': 'the file of layers has them',
@@ -222,7 +185,9 @@ def _require_read(given: Mapping[str, Any]) -> None:
     for name, cure in ((each, cure) for dests, cure in cures.items() for each in dests.split()):
         value, default = given[name], defaults.get(name)
         if value is not default and (name == 'costs' or value != default):
-            raise ValueError(f'{flag(name)} does not go with --layers-file: {cure}; leave it out')
+            raise ValueError(
+                f'{arguments.flag(name)} does not go with --layers-file: {cure}; leave it out'
+            )
 
 
 def _print(rows: list[Row], latencies: list[float]) -> None:
@@ -243,4 +208,4 @@ def _print(rows: list[Row], latencies: list[float]) -> None:
         for (name, kind), own in in_turn
     ]
     heads = ('makespan at a latency of', *(f'{at:g}' for at in latencies))
-    print_table((*heads, *(['gain'] if alone else [])), table)
+    printing.print_table((*heads, *(['gain'] if alone else [])), table)

@@ -5,34 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from pathlib import Path
 
-from megatron_zbpp.cli import arguments, values
-from megatron_zbpp.cli.arguments import case_request
-from megatron_zbpp.cli.printing import (
-    PICTURES,
-    draw,
-    gained,
-    idle_text,
-    legend,
-    peak_text,
-    print_asynchronous,
-    print_headline,
-    print_json,
-    print_reversed,
-    print_wrapped,
-    progress,
-    takes_colours,
-    write,
-)
+from megatron_zbpp.cli import arguments, printing
+from megatron_zbpp.cli.arguments import add_options
 from megatron_zbpp.ir import formats
-from megatron_zbpp.ir.grid import grid
-from megatron_zbpp.planner.cases import Case
+from megatron_zbpp.ir.schedule import grid
+from megatron_zbpp.planner.cases import Case, CaseRequest
 from megatron_zbpp.planner.figures import facts, shape
+from megatron_zbpp.render.drawing import time_shown, timeline_text
 from megatron_zbpp.render.planner_page import Sizes, planner_page
 from megatron_zbpp.render.scene import number
-from megatron_zbpp.render.text import time_shown, timeline_text
 
 _MOST_PAGE_RANKS = 64  # of a page: more are narrower than their labels
 # Formats that `convert` writes, and how names of their files end; of one end the first is meant.
@@ -47,84 +31,100 @@ FORMATS = {
 }
 
 
-def add_show(parser: ArgumentParser) -> None:
-    """Add what `zbpp show` takes beside a schedule and costs."""
-    parser.add_argument('--order', action='store_true', help='orders only, also of an invalid file')
-    parser.add_argument(
-        '--width', type=values.whole, help='columns; 0: all it takes. Default: the terminal'
-    )
-    arguments.add_against(parser)
-    arguments.add_vocabulary(parser)
+SHOW = """
+    --order  switch  orders only, also of an invalid file
+    --width  whole  columns; 0: all it takes. Default: the terminal
+"""  # beside a schedule and costs
 
 
-def show(args: Namespace) -> None:
+def show(request: CaseRequest, order: bool, width: int | None, against: str, as_json: bool) -> None:
     """Print a schedule: to scale, or with `--order` its orders as they stand, unchecked."""
-    width = shutil.get_terminal_size((120, 24)).columns if args.width is None else args.width
-    if args.order:
-        schedule = formats.load(args.file) if args.file else case_request(args).case().schedule
+    width = shutil.get_terminal_size((120, 24)).columns if width is None else width
+    if order:
+        schedule = formats.load(request.file) if request.file else request.case().schedule
         drawing = grid(schedule, width=width or sys.maxsize, height=sys.maxsize)
-        return print_json({'order': drawing.splitlines()}) if args.json else print(drawing)
-    case = case_request(args).case()
+        return printing.print_json({'order': drawing.splitlines()}) if as_json else print(drawing)
+    case = request.case()
     timeline = case.timeline
-    if args.json:
+    if as_json:
         spans = [
             [[str(p), *span] for p, span in zip(*rank, strict=True)]
             for rank in zip(case.schedule.passes, timeline.spans, strict=True)
         ]
-        return print_json({'schedule': json.loads(case.schedule.to_json()), 'timeline': spans})
-    print_headline(case.schedule)
-    print(timeline_text(timeline, width, colours=takes_colours(sys.stdout)))
+        return printing.print_json(
+            {'schedule': json.loads(case.schedule.to_json()), 'timeline': spans}
+        )
+    printing.print_headline(case.schedule)
+    print(timeline_text(timeline, width, colours=printing.takes_colours(sys.stdout)))
     shown = time_shown(timeline, width)
     if shown < timeline.makespan:
         units = f'{number(shown, 3)} of {number(timeline.makespan)}'
         print(f'… {units} time units shown: --width 0 shows all')
-    print_wrapped(legend(timeline, width))
-    print_reversed(case.schedule.placement)
-    found = facts(case, timeline, args.against)
-    print(
-        f'makespan {number(timeline.makespan)}{"" if "period" in found else gained(found)}, '
-        f'{peak_text(found, case.units)}'
-    )
-    print(idle_text(found['idle_all_ranks'], found['idle_parts']))
+    printing.print_wrapped(printing.legend(timeline, width))
+    printing.print_reversed(case.schedule.placement)
+    found = facts(case, timeline, against)
+    gained = '' if 'period' in found else printing.gained(found)
+    most = printing.peak_text(found, case.units)
+    print(f'makespan {number(timeline.makespan)}{gained}, {most}')
+    print(printing.idle_text(found['idle_all_ranks'], found['idle_parts']))
     if 'period' in found:
-        print_asynchronous(found)
+        printing.print_asynchronous(found)
 
 
 def add_convert(parser: ArgumentParser) -> None:
-    """Add what `zbpp convert` takes beside a schedule and costs."""
+    """Add the arguments of `zbpp convert` beside a schedule and costs."""
     arguments.add_vocabulary(parser)
-    parser.add_argument(
-        '--to', choices=[*FORMATS], help='format; default: as the name of the file ends'
+    add_options(
+        parser,
+        """
+        --to  formats  format; default: as the name of the file ends
+        -o --output FILE  path!  where to
+        """,
+        formats=[*FORMATS],
     )
-    parser.add_argument(
-        '-o', '--output', type=values.path, metavar='FILE', required=True, help='where to'
-    )
-    arguments.add_title(parser)
-    parser.add_argument(
-        '--dialect',
-        choices=formats.DIALECTS,
-        default='new',
-        help='of torch-csv: new (since 2.6) has I and B where old has B and BW; default new',
+    add_options(parser, arguments.TITLE)
+    add_options(
+        parser,
+        """
+        --dialect  dialects = new  of torch-csv: new (since 2.6) has I and B where old has B and BW;
+            default new
+        """,
+        dialects=formats.DIALECTS,
     )
 
 
-def convert(args: Namespace) -> None:
+def convert(
+    request: CaseRequest,
+    output: str,
+    to: str | None,
+    title: str | None,
+    dialect: str,
+    as_json: bool,
+) -> None:
     """Write a schedule in another format."""
-    to = _format(args.output, args.to)
-    if args.title is not None and to not in PICTURES:
-        raise ValueError(f'--title {args.title!r} heads a picture, which {to} is not: leave it out')
-    asked = case_request(args)
-    case = asked.case()
+    suffix = Path(output).suffix.lower()
+    said = next((name for name, ends in FORMATS.items() if ends == suffix), None)
+    to = to or said
+    if to is None:
+        known = ', '.join(dict.fromkeys(FORMATS.values()))
+        raise ValueError(f'{output} does not say its format: end it in {known}, or give --to')
+    if said is not None and FORMATS[to] != suffix:
+        raise ValueError(
+            f'{output} is no name for --to {to}: end it in {FORMATS[to]}, or drop --to'
+        )
+    if title is not None and to not in printing.PICTURES:
+        raise ValueError(f'--title {title!r} heads a picture, which {to} is not: leave it out')
+    case = request.case()
     if to == 'json':
-        write(args.output, _kept(args.file, case))
+        printing.write(output, _kept(request.file, case))
     elif to == 'torch-csv':
-        write(args.output, formats.to_torch_csv(case.schedule, args.dialect))
+        printing.write(output, formats.to_torch_csv(case.schedule, dialect))
     else:
         name = case.schedule.name
-        draw(args.output, to, args.title, {name: case}, asked.heading(case))
-    if args.json:
-        return print_json({'written': args.output, 'to': to, **shape(case.schedule)})
-    print(f'wrote {args.output}')
+        printing.draw(output, to, title, {name: case}, request.heading(case))
+    if as_json:
+        return printing.print_json({'written': output, 'to': to, **shape(case.schedule)})
+    print(f'wrote {output}')
 
 
 def _kept(file: str | None, case: Case) -> str:
@@ -136,66 +136,42 @@ def _kept(file: str | None, case: Case) -> str:
     return json.dumps({**fields, 'schedule': json.loads(case.schedule.to_json()), **now}, indent=1)
 
 
-def _format(file: str, asked: str | None) -> str:
-    suffix = Path(file).suffix.lower()
-    said = next((name for name, ends in FORMATS.items() if ends == suffix), None)
-    to = asked or said
-    if to is None:
-        known = ', '.join(dict.fromkeys(FORMATS.values()))
-        raise ValueError(f'{file} does not say its format: end it in {known}, or give --to')
-    if said is not None and FORMATS[to] != suffix:
-        raise ValueError(f'{file} is no name for --to {to}: end it in {FORMATS[to]}, or drop --to')
-    return to
-
-
 def add_page(parser: ArgumentParser) -> None:
     """Add the sizes of the page, and where to write it."""
-    usual = Sizes()
-    for name, field, metavar, read, text in (
-        ('--pp', 'ranks', 'P,...', _ranks, 'ranks to choose from'),
-        ('--microbatches', 'microbatches', 'M,...', values.counts, 'microbatches to choose from'),
-        ('--vpp', 'chunks', 'V,...', values.counts, 'chunks per rank, where a schedule takes any'),
-    ):
-        default = getattr(usual, field)
-        parser.add_argument(
-            name,
-            dest=field,
-            type=read,
-            default=default,
-            metavar=metavar,
-            help=f'{text}; default {",".join(map(str, default))}',
-        )
-    parser.add_argument(
-        '-o',
-        '--output',
-        type=_page,
-        required=True,
-        metavar='FILE',
-        help='where to write the page: .html',
+    p, m, v = (','.join(map(str, each)) for each in Sizes())
+    add_options(
+        parser,
+        f"""
+        --pp P,...  page_ranks as ranks = {p}  ranks to choose from; default {p}
+        --microbatches M,...  counts = {m}  microbatches to choose from; default {m}
+        --vpp V,...  counts as chunks = {v}  chunks per rank, where a schedule takes any; default
+            {v}
+        -o --output FILE  page!  where to write the page: .html
+        """,
+        page_ranks=arguments.checked(
+            arguments.counts,
+            lambda counts: max(counts) <= _MOST_PAGE_RANKS,
+            f'give at most {_MOST_PAGE_RANKS} ranks',
+        ),
+        page=arguments.checked(
+            arguments.path,
+            lambda path: path.lower().endswith('.html'),
+            'give the path of a page, which ends in .html',
+        ),
     )
 
 
-def write_page(args: Namespace) -> None:
+def write_page(
+    ranks: list[int], microbatches: list[int], chunks: list[int], output: str, as_json: bool
+) -> None:
     """Write the page, with the schedules of all sizes that are asked for."""
-    sizes = Sizes(args.ranks, args.microbatches, args.chunks)
-    if not Path(args.output).parent.is_dir():
-        raise ValueError(f'{args.output} is in no folder that is there: give another path')
-    with progress('orders', 'it', 100) as done:
+    sizes = Sizes(ranks, microbatches, chunks)
+    if not Path(output).parent.is_dir():
+        raise ValueError(f'{output} is in no folder that is there: give another path')
+    with printing.progress('orders', 'it', 100) as done:
         page = planner_page(sizes, done)
-    write(args.output, page)
+    printing.write(output, page)
     size = len(page.encode())
-    if args.json:
-        return print_json({'written': args.output, 'bytes': size, **sizes._asdict()})
-    print(f'wrote {args.output}, {size} bytes: open it in a browser')
-
-
-def _ranks(text: str) -> list[int]:
-    found = values.counts(text)
-    values.require(text, max(found) <= _MOST_PAGE_RANKS, f'give at most {_MOST_PAGE_RANKS} ranks')
-    return found
-
-
-def _page(text: str) -> str:
-    right = values.path(text).lower().endswith('.html')
-    values.require(text, right, 'give the path of a page, which ends in .html')
-    return text
+    if as_json:
+        return printing.print_json({'written': output, 'bytes': size, **sizes._asdict()})
+    print(f'wrote {output}, {size} bytes: open it in a browser')

@@ -1,4 +1,4 @@
-"""The `zbpp` command line: parses, calls, reports errors. What it does lives in commands.py.
+"""The `zbpp` command line: parses, calls a command with the options it reads, reports errors.
 
 Bad input ends with one line on stderr and exit code 2; a schedule that is refused is also drawn on
 stdout, with the offending cell marked.
@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import inspect
 import os
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron_zbpp.analysis.checker import ScheduleError
 from megatron_zbpp.cli import (
     advising,
-    arguments,
     benching,
     commands,
     comparing,
@@ -28,9 +28,10 @@ from megatron_zbpp.cli import (
     printing,
     profiling,
 )
+from megatron_zbpp.cli.arguments import AGAINST, add_case, add_options, add_vocabulary, case_request
 from megatron_zbpp.ir.strict_json import printable
-from megatron_zbpp.ir.tables import FORMATS
-from megatron_zbpp.mcore.problems import Problems
+from megatron_zbpp.mcore.options import Problems
+from megatron_zbpp.planner.figures import FORMATS
 from megatron_zbpp.version import __version__
 
 # Commands whose numbers, if they take any, are no times.
@@ -78,6 +79,27 @@ zbpp convert --file plan.json --to torch-csv -o plan.csv
 zbpp convert --schedule zb-v --pp 4 --microbatches 8 -o zb-v.html
 """
 
+_TEXTS: dict[str, str] = {
+    line.split()[0]: line.split(maxsplit=1)[1]
+    for line in """\
+doctor     what is installed, and what a job would run
+bench      your launch line by stock's schedule and by ours: time, memory, losses
+advise     the fastest sizes, schedule and recomputation that fit, with launch lines
+list       schedules, each with its bubble, peak memory and gain
+show       draw a schedule as text, to scale
+compare    a table, and a picture, of many schedules
+simulate   makespan, window, bubbles, peak memory
+page       a page with sliders to compare schedules
+plan       search the best schedule for given costs
+partition  which layers on which rank and device, and the schedule for that
+profile    costs of layers, from a shape, a trace, a log or times of stages
+check      prove that a file holds a schedule that can run
+convert    write a schedule in another format
+bubbles    when each rank waits, and between which passes
+freeze     weight gradients to leave out for a shorter batch
+""".splitlines()
+}
+
 _TIMES = """
 Times are of one full rank, in any unit: a chunk of v takes a v-th of each. Stages that differ go
 into a file {"F": [...], "B": [...], "W": [...]}, one entry per stage in model order."""
@@ -92,15 +114,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not given:
         _parser().print_help()
         return 0
-    args: Any = None
+    options: dict[str, Any] = {}
     status = None
     try:
         _require_command(given[0])
-        args = _parser().parse_args(given)
+        options = vars(_parser().parse_args(given))
         with warnings.catch_warnings():
             warnings.showwarning = _note
-            with printing.alone(getattr(args, 'table', None)):
-                status = args.run(args)
+            with printing.alone(options.get('table')):
+                status = _run(options.pop('run'), options)
             sys.stdout.flush()
     except KeyboardInterrupt:
         print('zbpp: interrupted', file=sys.stderr)
@@ -108,9 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ScheduleError as error:
-        return commands.refuse(error, args.json)
+        return commands.refuse(error, options['as_json'])
     except OSError as error:
-        where = error.filename or getattr(args, 'output', None) or 'stdout'  # a full disk has none
+        where = error.filename or options.get('output') or 'stdout'  # a full disk has none
         cure = '' if ': give ' in (error.strerror or '') else ': give another path'
         return _complain(f'{where}: {error.strerror}{cure}')
     except ModuleNotFoundError as error:
@@ -122,6 +144,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, ImportError) as error:
         return _complain(str(error))
     return status or 0
+
+
+def _run(command: Callable[..., int | None], options: Mapping[str, Any]) -> int | None:
+    """Call a command with the options that it has arguments for; `request` is made of all."""
+    wanted = inspect.signature(command).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in wanted.values()):
+        return command(**options)
+    given = {**options, 'request': case_request(options)} if 'request' in wanted else options
+    return command(**{name: given[name] for name in wanted})
 
 
 def _require_command(first: str) -> None:
@@ -190,7 +221,8 @@ def _parser() -> argparse.ArgumentParser:
         help='print what makes this shell complete commands and options',
     )
     subparsers = parser.add_subparsers(title='commands', required=True, metavar='COMMAND')
-    for name, run, text, *additions in _COMMANDS:
+    for name, run, *additions in _COMMANDS:
+        text = _TEXTS[name]
         command = subparsers.add_parser(
             name,
             help=text,
@@ -200,105 +232,32 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.set_defaults(run=run)
         prints = command.add_mutually_exclusive_group()
-        prints.add_argument('--json', action='store_true', help='print one JSON object')
+        add_options(prints, '--json  switch as as_json  print one JSON object')
         if name in _TABULAR:
-            prints.add_argument(
-                '--table',
-                choices=[*FORMATS],
-                help='print the table alone: Markdown, CSV, LaTeX, or as it is',
-            )
+            text = 'print the table alone: Markdown, CSV, LaTeX, or as it is'
+            prints.add_argument('--table', choices=[*FORMATS], help=text)
         for add in additions:
-            add(command)
+            add_options(command, add) if isinstance(add, str) else add(command)
     return parser
 
 
-def _add_case(parser: argparse.ArgumentParser) -> None:
-    """Add which schedule, and by which costs."""
-    arguments.add_source(parser)
-    arguments.add_costs(parser)
-
-
-# Name, what runs, its help, and what adds its arguments, in the order of `zbpp --help`.
+# Name, function, and its options, as tables or by what adds them, in the order of `zbpp --help`.
 _COMMANDS: tuple[tuple[Any, ...], ...] = (
-    ('doctor', commands.doctor, 'what is installed, and what a job would run', commands.add_doctor),
-    (
-        'bench',
-        benching.bench,
-        "your launch line by stock's schedule and by ours: time, memory, losses",
-        benching.add_bench,
-    ),
-    (
-        'advise',
-        advising.print_advice,
-        'the fastest sizes, schedule and recomputation that fit, with launch lines',
-        advising.add_advise,
-    ),
-    (
-        'list',
-        commands.list_families,
-        'schedules, each with its bubble, peak memory and gain',
-        commands.add_list,
-    ),
-    ('show', drawing.show, 'draw a schedule as text, to scale', _add_case, drawing.add_show),
-    (
-        'compare',
-        comparing.compare,
-        'a table, and a picture, of many schedules',
-        comparing.add_compare,
-    ),
-    (
-        'simulate',
-        commands.simulate_case,
-        'makespan, window, bubbles, peak memory',
-        _add_case,
-        commands.add_simulate,
-    ),
-    ('page', drawing.write_page, 'a page with sliders to compare schedules', drawing.add_page),
-    (
-        'plan',
-        planning.plan_schedule,
-        'search the best schedule for given costs',
-        planning.add_planning,
-    ),
-    (
-        'partition',
-        partitioning.partition_layers,
-        'which layers on which rank and device, and the schedule for that',
-        partitioning.add_partition,
-    ),
-    (
-        'profile',
-        profiling.profile,
-        'costs of layers, from a shape, a trace, a log or times of stages',
-        profiling.add_profile,
-    ),
-    (
-        'check',
-        commands.check_file,
-        'prove that a file holds a schedule that can run',
-        commands.add_check,
-    ),
-    (
-        'convert',
-        drawing.convert,
-        'write a schedule in another format',
-        _add_case,
-        drawing.add_convert,
-    ),
-    (
-        'bubbles',
-        commands.bubbles,
-        'when each rank waits, and between which passes',
-        _add_case,
-        commands.add_bubbles,
-    ),
-    (
-        'freeze',
-        commands.freeze_schedule,
-        'weight gradients to leave out for a shorter batch',
-        _add_case,
-        commands.add_freeze,
-    ),
+    ('doctor', commands.doctor, commands.GPUS, advising.RATES, advising.LINKS, commands.DOCTOR),
+    ('bench', benching.bench, benching.BENCH),
+    ('advise', advising.print_advice, advising.add_advise),
+    ('list', commands.list_families, commands.LIST, AGAINST),
+    ('show', drawing.show, add_case, drawing.SHOW, AGAINST, add_vocabulary),
+    ('compare', comparing.compare, comparing.add_compare),
+    ('simulate', commands.simulate_case, add_case, commands.add_simulate),
+    ('page', drawing.write_page, drawing.add_page),
+    ('plan', planning.plan_schedule, planning.add_planning),
+    ('partition', partitioning.partition_layers, partitioning.add_partition),
+    ('profile', profiling.profile, profiling.add_profile),
+    ('check', commands.check_file, commands.CHECK),
+    ('convert', drawing.convert, add_case, drawing.add_convert),
+    ('bubbles', commands.bubbles, add_case, commands.BUBBLES),
+    ('freeze', commands.freeze_schedule, add_case, commands.FREEZE),
 )
 # Headings of `zbpp --help`, by the command that each stands above.
 _HEADINGS = {

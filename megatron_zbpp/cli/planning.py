@@ -3,138 +3,96 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_zbpp.analysis.memory import peak
-from megatron_zbpp.cli import arguments, values
-from megatron_zbpp.cli.arguments import case_request
-from megatron_zbpp.cli.printing import (
-    draw,
-    headline,
-    picture_format,
-    print_json,
-    print_summary,
-    print_table,
-    print_wrapped,
-    progress,
-    row,
-    searched,
-    write,
-)
+from megatron_zbpp.cli import arguments, printing
+from megatron_zbpp.cli.arguments import add_options, case_request
 from megatron_zbpp.ir.costs_file import SELECTIVE
 from megatron_zbpp.ir.timeline import MEANING
+from megatron_zbpp.mcore.settings import meaning
 from megatron_zbpp.planner.cache import default_folder
 from megatron_zbpp.planner.cases import IN_FILE, Case, Undecided
-from megatron_zbpp.planner.plan_requests import (
-    PLACEMENTS,
-    AnswersInterrupted,
-    PlanAnswer,
-    PlanRequest,
-)
-from megatron_zbpp.planner.plans import PlanningInterrupted
+from megatron_zbpp.planner.plan_requests import PLACEMENTS, PlanAnswer, PlanRequest
 from megatron_zbpp.planner.problem import OBJECTIVES
 from megatron_zbpp.planner.shard_plans import ShardAnswer, ShardSearch
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.techniques import NAMES, find
 from megatron_zbpp.techniques.composition import SLICED
-from megatron_zbpp.techniques.slices.sizes import AUTO
+from megatron_zbpp.techniques.slices.graph import AUTO, LEAST
 from megatron_zbpp.techniques.vocabulary.graph import USUAL_SHARE
 
 _WIDE = 0.1  # gap to the lower bound above which a longer search is proposed
 
 
-def plan_schedule(args: Namespace) -> int:
+def plan_schedule(
+    as_json: bool,
+    output: str | None,
+    title: str | None,
+    against: str,
+    frontier: list[float] | None,
+    **options: Any,
+) -> int:
     """Return 0, or 130 where Ctrl-C ended the search; prints and writes the best plan."""
-    folder = None if args.no_cache else Path(args.cache) if args.cache else default_folder()
-    limits = tuple(args.frontier or ())
-    asked = PlanRequest(
-        case_request(args, num_chunks=None, limits=limits),
-        args.num_ranks,
-        args.num_microbatches,
-        args.num_chunks,
-        args.placement,
-        args.actions,
-        args.least_slice,
-        args.layers,
-        args.objective,
-        args.seconds,
-        args.seed,
-        folder,
-    )
+    folder = Path(options['cache']) if options['cache'] else default_folder()
+    case = case_request(options, num_chunks=None, limits=tuple(frontier or ()))
+    asked = PlanRequest.of(case, {**options, 'folder': None if options['no_cache'] else folder})
     asked.case.require_share()
     shards = asked.case.vocab_parallel is not None
-    if limits and not shards:
-        return _plan_frontier(asked, limits, args.output, args.title, args.json, args.against)
-    picture = picture_format(args.output, args.title, 'the plan')
+    if frontier and not shards:
+        return _plan_frontier(asked, frontier, output, title, as_json, against)
+    picture = printing.picture_format(output, title, 'the plan')
     begun, search = time.monotonic(), asked
     if shards:
         search = ShardSearch(asked)
-        with progress('named schedules', '%', 100) as done:
+        with printing.progress('named schedules', '%', 100) as done:
             search.find_ways(done)
     elif asked.case.cut.number == 0:
-        with progress('slices', '%', 100) as done:
+        with printing.progress('slices', '%', 100) as done:
             search = asked.in_slices(done)
-    found, status = searched(
-        'planning',
-        'this is the best plan',
-        search.plan,
-        _interrupted,
-    )
+    found, status = printing.searched('planning', 'this is the best plan', search.plan)
+    assert isinstance(found, PlanAnswer)
     if found.cut_short:
-        _say(
+        printing.say(
             f'the clock ended planning after {time.monotonic() - begun:.0f} s: not all schedules '
-            f'of {args.num_ranks} ranks and {args.num_microbatches} microbatches were tried; give '
-            'more --seconds, or fewer --microbatches'
+            f'of {asked.num_ranks} ranks and {asked.num_microbatches} microbatches were tried; '
+            'give more --seconds, or fewer --microbatches'
         )
-    if args.actions and found.gap > _WIDE:
-        _say(
-            f'gap {found.gap:.0%}: a search of {args.seconds:g} s tries few actions for '
+    if asked.actions and found.gap > _WIDE:
+        printing.say(
+            f'gap {found.gap:.0%}: a search of {asked.seconds:g} s tries few actions for '
             f'{sum(map(len, found.schedule.passes))} passes; give more --seconds, a larger '
             '--memory-limit, or fewer --microbatches'
         )
-    made = found.facts(args.against)
-    case = Case(found.schedule, found.costs)
+    made = found.facts(against)
     name, heading = found.as_good_as or 'planned', asked.case.heading()
     if isinstance(found, ShardAnswer):
         name, heading = found.schedule.name, found.request.heading()
-    if picture is not None:
-        draw(args.output, picture, args.title, {name: case}, heading)
-    elif args.output:
-        write(args.output, json.dumps(made, indent=1))
-    if args.json:
-        print_json(made)
+    if output and picture is not None:
+        printing.draw(output, picture, title, {name: Case(found.schedule, found.costs)}, heading)
+    elif output:
+        printing.write(output, json.dumps(made, indent=1))
+    if as_json:
+        printing.print_json(made)
         return status
+    print(printing.headline(found.schedule))
+    printing.print_summary(made, found.units)
+    print(f'lower bound of the {found.objective} {number(found.lower_bound)}, gap {found.gap:.2%}')
     if isinstance(found, ShardAnswer):
-        _print_shards(found, made, args.vocab_parallel == Undecided())
+        _print_shards(found, made, asked.case.vocab_parallel == Undecided())
     else:
         _print_plan(found, made)
-    if args.output:
-        print(f'wrote {args.output}')
+    if output:
+        print(f'wrote {output}')
     return status
 
 
-def _interrupted(end: KeyboardInterrupt) -> PlanAnswer | None:
-    best = end.best if isinstance(end, PlanningInterrupted) else None
-    return best if isinstance(best, PlanAnswer) else None
-
-
-def _say(text: str) -> None:
-    print(f'zbpp: {text}', file=sys.stderr)
-
-
-def _print_summary(found: PlanAnswer, made: dict) -> None:
-    print(headline(found.schedule))
-    print_summary(made, found.units)
-    print(f'lower bound of the {found.objective} {number(found.lower_bound)}, gap {found.gap:.2%}')
-
-
 def _print_plan(found: PlanAnswer, made: dict) -> None:
-    """Print how good a plan is, and the chunks, slices and techniques that it needs."""
-    _print_summary(found, made)
+    """Print the best named schedule, and the chunks, slices and techniques that a plan needs."""
     if found.best_named is None:
         print('no named schedule fits the memory limit')
     elif found.as_good_as:
@@ -159,14 +117,11 @@ def _print_plan(found: PlanAnswer, made: dict) -> None:
         print("Megatron's selective recomputation: give the job --recompute-granularity selective")
     if found.cached:
         print('planned before with the same inputs; --no-cache plans anew')
-    if found.counts:
-        _print_counts(found, sizes)
-
-
-def _print_counts(found: PlanAnswer, sizes: tuple[int, ...]) -> None:
+    if not found.counts:
+        return
     counts = found.counts
     rows = [(each.slices, each.sizes[-1], each.name, number(each.value)) for each in counts]
-    print_table(('slices', 'shortest, tokens', 'best named', found.objective), rows)
+    printing.print_table(('slices', 'shortest, tokens', 'best named', found.objective), rows)
     whole = next((each.value for each in counts if each.slices == 1), None)
     if not sizes:
         print('whole sequences: more slices gain less than 1 %')
@@ -177,17 +132,16 @@ def _print_counts(found: PlanAnswer, sizes: tuple[int, ...]) -> None:
 
 
 def _print_shards(found: ShardAnswer, made: dict, usual: bool) -> None:
-    """Print a plan with shards and the ways beside it; `usual`: nobody named a share."""
-    _print_summary(found, made)
+    """Print the ways beside a plan with shards; `usual`: nobody named a share."""
     print(f'best named schedule: {found.best.case.schedule.name}, {number(found.best.value)}')
     if made['slice_sizes']:
         print(f'slices of {", ".join(map(str, made["slice_sizes"]))} tokens')
     if len(found.ways) > 1:
         rows = [(w.slices, w.layer, w.case.schedule.name, number(w.value)) for w in found.ways]
-        print_table(('slices', 'output layer', 'best named', found.objective), rows)
-        print_wrapped(found.reason())
+        printing.print_table(('slices', 'output layer', 'best named', found.objective), rows)
+        printing.print_wrapped(found.reason())
     if usual and found.share != IN_FILE:
-        print_wrapped(
+        printing.print_wrapped(
             f'share of a shard: {found.share:g}, the usual one; of a GPT it is words / (12 x '
             f'hidden size) / layers of a rank / ranks: give {AUTO}:SHARE'
         )
@@ -208,22 +162,26 @@ def _plan_frontier(
         raise ValueError(f'--title {title!r} heads a picture: name one by -o')
     if output and not Path(output).absolute().parent.is_dir():
         raise ValueError(f'--output {output}: there is no folder {Path(output).parent}')
-    points, status = searched(
-        'planning',
-        'these are the best plans',
-        lambda done: asked.frontier(limits, done),
-        lambda e: e.answers if isinstance(e, AnswersInterrupted) else None,
+    points, status = printing.searched(
+        'planning', 'these are the best plans', lambda done: asked.frontier(limits, done)
     )
     if output:
         _draw_frontier(asked, points, output, title)
     if as_json:
         made = [{'memory_limit': at, **found.facts(against)} for at, found in points]
-        print_json({'frontier': made})
+        printing.print_json({'frontier': made})
         return status
-    rows = [_frontier_row(limit, found, against) for limit, found in points]
+    rows: list[tuple[str, ...]] = []
+    for limit, found in points:
+        _, makespan, gain, idle, *window, _ = printing.row(found.facts(against))
+        name, value = found.best_named or ('none fits', None)
+        best = name if value is None else f'{name} {number(value)}'
+        best += ', as good' if found.as_good_as else ''
+        own = window if found.objective == 'window' else (makespan, gain)
+        rows.append((number(limit), *own, idle, f'{found.gap:.2%}', best))
     share = 'bubble' if asked.objective == 'window' else 'gain'
-    print_table(('limit', asked.objective, share, 'idle', 'gap', 'best named'), rows)
-    print_wrapped(f'gain: time saved against {against}; {MEANING}')
+    printing.print_table(('limit', asked.objective, share, 'idle', 'gap', 'best named'), rows)
+    printing.print_wrapped(f'gain: time saved against {against}; {MEANING}')
     if output:
         print(f'wrote {output}')
     return status
@@ -233,7 +191,7 @@ def _draw_frontier(
     asked: PlanRequest, points: Sequence[tuple[float, PlanAnswer]], output: str, title: str | None
 ) -> None:
     """Draw idle share against memory: of the plans, and of every named schedule that exists."""
-    from megatron_zbpp.render.frontier import frontier_png
+    from megatron_zbpp.render.png import frontier_png
 
     in_windows = asked.objective == 'window'
 
@@ -252,85 +210,66 @@ def _draw_frontier(
     frontier_png(plans, named, output, heading, 'bubble' if in_windows else 'idle GPU time')
 
 
-def _frontier_row(limit: float, found: PlanAnswer, against: str) -> tuple[str, ...]:
-    _, makespan, gain, idle, *window, _ = row(found.facts(against))
-    name, value = found.best_named or ('none fits', None)
-    best = name if value is None else f'{name} {number(value)}'
-    best += ', as good' if found.as_good_as else ''
-    own = window if found.objective == 'window' else (makespan, gain)
-    return (number(limit), *own, idle, f'{found.gap:.2%}', best)
-
-
 def add_planning(parser: ArgumentParser) -> None:
-    """Add what `plan` takes."""
-    arguments.add_shape(parser, required=True, chunks=values.counts)
+    """Add the arguments of `zbpp plan`."""
+    add_options(
+        parser,
+        """
+        --pp P  ranks! as num_ranks  ranks
+        --microbatches M  count! as num_microbatches  microbatches
+        """,
+    )
+    arguments.add_slices(parser, auto=True)
+    chunks = f'{meaning("num_chunks")}; default 1,2,4'
+    add_options(parser, f'--vpp V,...  counts as num_chunks  {chunks}')
     arguments.add_costs(parser)
     arguments.add_vocabulary(parser, _share_or_auto)
-    arguments.add_against(parser)
-    arguments.add_renamed(
+    add_options(parser, arguments.AGAINST)
+    add_options(
         parser,
-        '--placements',
-        '--placement',
-        'placement',
-        type=_placements,
-        default=list(PLACEMENTS),
-        metavar='NAME,...',
-        help='that may be used, all of one way: loop, v, wave; default all',
+        f"""
+        --placements (--placement) NAME,...  placements = {','.join(PLACEMENTS)}  that may be used,
+            all of one way: loop, v, wave; default all
+        """,
+        placements=_placements,
     )
     more = '; with --frontier a picture of it beside the named schedules (.png, .svg, .pdf)'
     arguments.add_search(parser, OBJECTIVES, 20.0, more)
-    parser.add_argument(
-        '--frontier',
-        type=values.memories,
-        metavar='A,...',
-        help='plan under each of these memory limits: less bubble for more memory',
-    )
-    parser.add_argument(
-        '--actions',
-        type=_actions,
-        default=(),
-        metavar='NAME,...',
-        help='what may be done with activations between F and B: '
-        + ', '.join(f'{name} ({find(name).words})' for name in NAMES)
-        + f", {SELECTIVE} (Megatron's recomputation, of the whole model); default: they are kept",
-    )
-    parser.add_argument(
-        '--least-slice',
-        type=values.count,
-        default=4096,
-        metavar='TOKENS',
-        help='of --slices auto: tokens of a slice, as a mean of all; default 4096',
-    )
-    arguments.add_copy_ratio(parser)
-    arguments.add_renamed(
+    actions = ', '.join(f'{name} ({find(name).words})' for name in NAMES)
+    parser.set_defaults(actions=())
+    add_options(
         parser,
-        '--num-layers',
-        '--layers',
-        'layers',
-        type=values.count,
-        metavar='N',
-        help='of the model: no more stages than that',
+        f"""
+        --frontier A,...  memories  plan under each of these memory limits: less bubble for more
+            memory
+        --actions NAME,...  actions  what may be done with activations between F and B: {actions},
+            {SELECTIVE} (Megatron's recomputation, of the whole model); default: they are kept
+        --least-slice TOKENS  count = {LEAST}  of --slices auto: tokens of a slice, as a mean of
+            all; default {LEAST}
+        """,
+        actions=_actions,
     )
-    caching = parser.add_mutually_exclusive_group()
-    caching.add_argument(
-        '--cache',
-        type=values.path,
-        metavar='FOLDER',
-        help='of plans; default ~/.cache/megatron_zbpp/plans',
+    add_options(parser, arguments.COPY_RATIO)
+    add_options(parser, '--num-layers (--layers) N  count  of the model: no more stages than that')
+    add_options(
+        parser.add_mutually_exclusive_group(),
+        """
+        --cache FOLDER  path  of plans; default ~/.cache/megatron_zbpp/plans
+        --no-cache  switch  plan anew and keep nothing
+        """,
     )
-    caching.add_argument('--no-cache', action='store_true', help='plan anew and keep nothing')
 
 
 def _actions(text: str) -> tuple[str, ...]:
     for name in text.split(','):
         known = (*NAMES, SELECTIVE)
-        values.require(name, name in known, f'choose of {", ".join(known)}')
+        arguments.require(name, name in known, f'choose of {", ".join(known)}')
     return tuple(sorted(set(text.split(','))))
 
 
 def _placements(text: str) -> list[str]:
     for name in text.split(','):
-        values.require(name, name in PLACEMENTS, f'choose of {", ".join(PLACEMENTS)}')
+        arguments.require(name, name in PLACEMENTS, f'choose of {", ".join(PLACEMENTS)}')
     return text.split(',')
 
 

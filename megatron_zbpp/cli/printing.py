@@ -18,16 +18,15 @@ from typing import Any, TextIO, TypeVar
 from megatron_zbpp.analysis.gain import gain_text, megatron_refuses
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.formats import BYTES, UNITS, Units, load_plan
-from megatron_zbpp.ir.tables import FORMATS, Rows
 from megatron_zbpp.ir.timeline import MEANING, Timeline
 from megatron_zbpp.planner.cases import Case
-from megatron_zbpp.planner.figures import shape
+from megatron_zbpp.planner.figures import FORMATS, Lines, shape
+from megatron_zbpp.render.drawing import examples
 from megatron_zbpp.render.html import html
 from megatron_zbpp.render.perfetto import perfetto
 from megatron_zbpp.render.png import timeline_png
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.render.svg import svg
-from megatron_zbpp.render.text import examples
 from megatron_zbpp.techniques.updates.versions import updates_of
 
 Found = TypeVar('Found')
@@ -36,11 +35,11 @@ PICTURES = ('html', 'svg', 'png', 'pdf')  # formats, and how names of their file
 HEADS = ('schedule', 'makespan', 'gain', 'idle', 'window', 'bubble', 'peak')
 
 
-_found: ContextVar[list[tuple[Sequence[str], Rows]] | None] = ContextVar('found', default=None)
+_found: ContextVar[list[tuple[Sequence[str], Lines]] | None] = ContextVar('found', default=None)
 
 
 def takes_colours(stream: TextIO) -> bool:
-    """Return whether a terminal reads it that shows colours, and the user wants them."""
+    """Return True for a terminal that shows colours, where the user wants them."""
     return stream.isatty() and not os.environ.get('NO_COLOR') and os.environ.get('TERM') != 'dumb'
 
 
@@ -61,19 +60,15 @@ def rows(
         for each in found
     ]
     heads = (*HEADS[:-1], 'peak, GiB' if units.memory == BYTES else HEADS[-1])
+    lines = list(map(row, found))
     if not any('period' in each for each in found):
-        return heads, list(map(row, found))
-    lines = [
-        (
-            each['name'],
-            *('-', row(each)[2], '-', '-', f'{each["bubble"]:.2%}'),
-            number(max(each['peak_activations'])),
-            number(each['period']),
-        )
-        if 'period' in each
-        else (*row(each), '')
-        for each in found
-    ]
+        return heads, lines
+    for at, (line, each) in enumerate(zip(lines, found, strict=True)):
+        if 'period' in each:
+            name, _, gain, _, _, bubble, peak = line
+            lines[at] = (name, '-', gain, '-', '-', bubble, peak, number(each['period']))
+        else:
+            lines[at] = (*line, '')
     return (*heads, 'period'), lines
 
 
@@ -115,7 +110,7 @@ def print_headline(schedule: Schedule) -> None:
 
 
 def print_reversed(placement: Placement) -> None:
-    """Print that a training has the ranks in the other order, where it has."""
+    """Print that a training reverses the ranks, if it does."""
     if placement.is_one_way and placement.num_ranks > 1 and placement.only_route[-1] == 0:
         print('Megatron wants the loss on its last rank: it runs this with the ranks reversed')
 
@@ -126,18 +121,14 @@ def print_summary(found: dict, units: Units = UNITS) -> None:
     print(idle_text(found['idle_all_ranks'], found['idle_parts']))
     bubble = '' if 'period' in found else f', bubble {found["bubble"]:.2%}'
     print(f'window {number(found["window"])}{bubble}')
-    print(f'{peak_text(found, units)}\n{MEANING}')
+    print(peak_text(found, units))
+    print(MEANING)
     if 'period' in found:
         print_asynchronous(found)
 
 
-def peak_head(units: Units) -> str:
-    """Return the head of a column of `peak` in `units`."""
-    return 'peak, GiB' if units.memory == BYTES else 'peak activations'
-
-
 def peak_text(found: dict, units: Units) -> str:
-    """Return the most that a rank holds."""
+    """Return the peak memory of the fullest rank, as text."""
     most = number(units.scaled(max(found['peak_activations'])))
     return f'peak memory {most} GiB' if units.memory == BYTES else f'peak activations {most}'
 
@@ -155,7 +146,7 @@ def with_layers(
 
 
 def print_asynchronous(found: dict) -> None:
-    """Print what a call takes, and how late gradients are: the model trained is another one."""
+    """Print the time of a call and the delays of gradients: another model is trained."""
     m, period = found['microbatches_a_call'], number(found['period'])
     print_wrapped(
         f'asynchronous: period {period} of a call of {m} microbatches, bubble of it '
@@ -168,7 +159,7 @@ def print_asynchronous(found: dict) -> None:
 
 
 def gained(found: dict) -> str:
-    """Return how much less time that is than the rival's; empty: there is none."""
+    """Return the time saved against the rival, as text; empty: there is no rival."""
     rival = found['against'] or {'name': '', 'makespan': None}
     return gain_text(found.get('period', found['makespan']), rival['makespan'], rival['name'])
 
@@ -182,8 +173,13 @@ def idle_text(share: float, parts: Mapping[str, float]) -> str:
 
 
 def gib(amount: float) -> str:
-    """Return bytes for people."""
+    """Return bytes as text in GiB."""
     return f'{amount / 2**30:.2f} GiB'
+
+
+def say(text: str) -> None:
+    """Print a line on stderr."""
+    print(f'zbpp: {text}', file=sys.stderr)
 
 
 def print_json(value: dict) -> None:
@@ -230,7 +226,7 @@ def write(path: str, text: str) -> None:
     Path(path).write_text(text, encoding='utf-8')
 
 
-def print_table(heads: Sequence[str], rows: Rows) -> None:
+def print_table(heads: Sequence[str], rows: Lines) -> None:
     """Print a table; with `--table` it is kept for that."""
     found = _found.get()
     if found is None:
@@ -241,15 +237,11 @@ def print_table(heads: Sequence[str], rows: Rows) -> None:
 
 @contextmanager
 def alone(to: str | None) -> Iterator[None]:
-    """Print the tables of what runs inside, and nothing else of it; None: all, as it is.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Print the tables of what runs inside, and nothing else of it; None: all, as it is."""
     if to is None:
         yield
         return
-    found: list[tuple[Sequence[str], Rows]] = []
+    found: list[tuple[Sequence[str], Lines]] = []
     token = _found.set(found)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -262,7 +254,7 @@ def alone(to: str | None) -> Iterator[None]:
 
 
 def now(text: str) -> None:
-    """Show on stderr what a command is doing, in place of what it did before; empty: nothing."""
+    """Show the activity of a command on stderr, in place of the last one; empty: none."""
     if sys.stderr.isatty():
         print(f'\r\x1b[K{text}', end='', file=sys.stderr, flush=True)
 
@@ -284,18 +276,17 @@ def progress(text: str, unit: str, total: int) -> Iterator[Callable[[float], Non
 
 
 def searched(
-    doing: str,
-    what: str,
-    search: Callable[[Callable[[float], None]], Found],
-    best: Callable[[KeyboardInterrupt], Found | None],
+    doing: str, what: str, search: Callable[[Callable[[float], None]], Found]
 ) -> tuple[Found, int]:
-    """Return the result of a search, and the exit status: 0, or 130 where Ctrl-C ended it."""
+    """Return the result of a search, and the exit status: 0, or 130 where Ctrl-C ended it.
+
+    What a search raises at Ctrl-C has the `best` that it knew.
+    """
     try:
         with progress(doing, '%', 100) as done:
             return search(done), 0
     except KeyboardInterrupt as interruption:
-        found = best(interruption)
-        if found is None:
+        if (found := getattr(interruption, 'best', None)) is None:
             raise
-    print(f'zbpp: interrupted: {what} by then', file=sys.stderr)
+    say(f'interrupted: {what} by then')
     return found, 128 + signal.SIGINT

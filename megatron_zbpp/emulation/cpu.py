@@ -6,22 +6,33 @@ development, tests and trying things out: the arithmetic is the real one, the sp
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import functools
+import importlib.util
 import logging
 import os
 import platform
 import sys
+import time
 import types
-from collections.abc import Iterator
+import typing
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+import typing_extensions
+from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
+from torch.utils._triton import has_triton_package
 
-from megatron_zbpp.emulation import gloo, packages
 from megatron_zbpp.runtime.compat import RUN_BACKWARD
+from megatron_zbpp.runtime.import_hook import after_import
 
 
 def _cpu(device: Any) -> Any:
@@ -188,7 +199,7 @@ _TENSOR: dict[str, object] = {
 
 
 def installed() -> bool:
-    """Return whether this process runs Megatron-Core on the CPU."""
+    """Return True if this process runs Megatron-Core on the CPU."""
     return isinstance(torch.Tensor.is_cuda, property)
 
 
@@ -219,7 +230,7 @@ def install(alias_sends: bool = True) -> None:
     """Make this process run Megatron-Core on CPU and gloo; again does nothing more.
 
     Args:
-        alias_sends: also protect Megatron's own interleaved schedule: see `gloo`.
+        alias_sends: also protect Megatron's own interleaved schedule: see `_aliased_isend`.
 
     Raises:
         RuntimeError: megatron.core was imported first, and may have asked for CUDA already.
@@ -239,7 +250,7 @@ def install(alias_sends: bool = True) -> None:
     torch.compile = _as_written
     # wanted with tensor parallelism
     os.environ.setdefault('CUDA_DEVICE_MAX_CONNECTIONS', '1')
-    gloo.install(alias_sends)
+    install_gloo(alias_sends)
     for name, value in _CUDA.items():
         setattr(torch.cuda, name, value)
         if name in vars(torch.cuda.random):  # its own 'from . import'
@@ -252,17 +263,168 @@ def install(alias_sends: bool = True) -> None:
     # the CPU's random state is the GPU's, too: Megatron would warn whenever it uses that
     random = logging.getLogger('megatron.core.tensor_parallel.random')
     random.addFilter(lambda record: 'CPU RNG state changed' not in record.msg)
-    _keep_memory()
-    packages.install()
-
-
-def _keep_memory() -> None:
-    """Keep what tensors free with the process, as PyTorch keeps it on a GPU.
-
-    glibc gives large blocks back to the system; taking them anew, page by page, would cost a fifth
-    of the backwards of a schedule that holds activations from B to W, and nothing of a fused one.
-    """
+    install_packages()
+    # What tensors free stays with the process, as PyTorch keeps it on a GPU. glibc gives large
+    # blocks back to the system; taking them anew, page by page, would cost a fifth of the backwards
+    # of a schedule that holds activations from B to W, and nothing of a fused one.
     if platform.libc_ver()[0] == 'glibc':
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: never
         mallopt(-4, 0)  # M_MMAP_MAX: no block of its own
+
+
+_MOE = 'megatron.core.transformer.moe.moe_utils'
+_DATASETS = 'megatron.core.datasets.utils'
+_FUSED = 'megatron.legacy.fused_kernels'
+APEX = 'fused_weight_gradient_mlp_cuda'  # which Megatron's own linear layers import
+
+
+def install_packages() -> None:
+    """Stand in for packages that Megatron imports for a GPU, and mend its own modules."""
+    install_apex()
+    # megatron.training 0.18, 0.19 on Python 3.11: from typing import override
+    if not hasattr(typing, 'override'):
+        setattr(typing, 'override', typing_extensions.override)  # noqa: B010
+    # megatron.core 0.18, 0.19 and megatron.training 0.16 import triton for kernels that the CPU
+    # never runs; torch keeps the answer it gives here and goes on without triton
+    if not has_triton_package():
+        triton = mock.MagicMock(__version__='3.7.1', __spec__=None)
+        sys.modules.update({'triton': triton, 'triton.language': triton.language})
+    after_import(dict.fromkeys((_MOE, _DATASETS, _FUSED), _mend))
+
+
+def _mend(module: types.ModuleType) -> None:
+    own = vars(module)
+    if module.__name__ == _MOE:  # 0.16: without Transformer Engine a name is looked up in vain
+        own.setdefault('te_general_gemm', None)
+    elif module.__name__ == _FUSED:  # 0.16 asks nvcc for its version; it builds nothing
+        own['load'] = lambda args: None
+    elif importlib.util.find_spec('megatron.core.datasets.helpers_cpp'):
+        # 'make' for helpers_cpp: the wheel has the built file and no Makefile, so that 'make' fails
+        # there and ends the program
+        own['compile_helpers'] = lambda: None
+
+
+def wgrad_gemm_accum_fp32(
+    input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
+) -> None:
+    """Add the gradient of a weight, computed in fp32, to `main_grad`; 16 bits are rounded once."""
+    with torch.no_grad():
+        gradient = grad_output.t().float() @ input.float()
+        if main_grad.dtype is torch.float32:
+            main_grad.add_(gradient)
+        else:
+            main_grad.copy_(main_grad.float() + gradient)
+
+
+wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
+def install_apex() -> None:
+    """Make apex's kernel importable where it is not built."""
+    module = types.ModuleType(APEX, __doc__)
+    module.__spec__ = ModuleSpec(APEX, None)
+    kernels = ('wgrad_gemm_accum_fp32', 'wgrad_gemm_accum_fp16')
+    vars(module).update({name: globals()[name] for name in kernels})
+    sys.modules[APEX] = module
+
+
+# ---- Gloo where Megatron and Transformer Engine count on what NCCL does.
+
+_DRAIN_S = 5  # seconds for gloo's threads to end before the process ends
+_LET_GO = 0.05  # seconds in which one of them does, or is seen running
+
+# of a process group, by the release of torch
+_GATHERS = ('allgather_into_tensor_coalesced', 'all_gather_single_coalesced')
+
+
+def install_gloo(alias_sends: bool) -> None:
+    """Let gloo stand in for NCCL in this process, and end before it."""
+    if alias_sends:
+        dist.isend = distributed_c10d.isend = _aliased_isend
+    dist.init_process_group = _over_gloo(dist.init_process_group)
+    dist.new_group = distributed_c10d.new_group = _over_gloo(dist.new_group)
+    dist.all_gather = distributed_c10d.all_gather = _of_any_sizes(dist.all_gather)
+    for name in _GATHERS:
+        if hasattr(dist.ProcessGroup, name):
+            setattr(dist.ProcessGroup, name, _by_bytes(getattr(dist.ProcessGroup, name)))
+    atexit.register(_drain_threads)
+
+
+def _aliased_isend(tensor: torch.Tensor, *args, _original=distributed_c10d.isend, **kwargs):
+    """Send an alias, which keeps the memory.
+
+    Megatron's interleaved schedule frees what it sends (`deallocate_output_tensor`) before the send
+    is waited for. CUDA's allocator keeps such memory for the stream that reads it; gloo's send
+    would read freed memory (0.16 and 0.17). The executor of this package needs no alias.
+    """
+    return _original(tensor.detach(), *args, **kwargs)
+
+
+def _by_bytes(original: Callable) -> Callable:
+    """Gather bytes where types differ, as FP8 weights and their biases do.
+
+    gloo would convert them all to the type of the first.
+    """
+
+    @functools.wraps(original)
+    def gather(self, outputs, inputs, *args, **kwargs):
+        if len({tensor.dtype for tensor in outputs}) > 1:
+            outputs, inputs = ([t.view(torch.uint8) for t in part] for part in (outputs, inputs))
+        return original(self, outputs, inputs, *args, **kwargs)
+
+    return gather
+
+
+def _of_any_sizes(original: Callable) -> Callable:
+    """Gather tensors of different sizes, as NCCL does and gloo does not."""
+
+    @functools.wraps(original)
+    def wrapper(outputs, own, group=None, async_op=False):  # by that name a watchdog leaves it out
+        if len({output.numel() for output in outputs}) == 1:
+            return original(outputs, own, group, async_op)
+        outputs[dist.get_rank(group)].copy_(own)
+        works = _Works(
+            dist.broadcast(output, group=group, group_src=rank, async_op=True)
+            for rank, output in enumerate(outputs)
+            if output.numel()
+        )
+        return works if async_op else works.wait()
+
+    return wrapper
+
+
+class _Works(tuple[Any, ...]):
+    """Collectives that stand for one."""
+
+    def wait(self) -> None:
+        """Return when all have ended."""
+        for work in self:
+            work.wait()
+
+
+def _over_gloo(original: Callable) -> Callable:
+    """Give gloo for 'nccl', --distributed-backend's default and BridgeCommunicator's name."""
+
+    @functools.wraps(original)
+    def call(*args, **kwargs):
+        args = ['gloo' if a == 'nccl' else a for a in args]
+        return original(*args, **{k: 'gloo' if v == 'nccl' else v for k, v in kwargs.items()})
+
+    return call
+
+
+def _drain_threads() -> None:
+    """Wait until gloo's threads have nothing left to do."""
+    deadline = time.monotonic() + _DRAIN_S
+    time.sleep(_LET_GO)
+    while _runs() and time.monotonic() < deadline:
+        time.sleep(_LET_GO)
+
+
+def _runs() -> bool:
+    for task in Path('/proc/self/task').glob('*/stat'):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            if task.read_text().partition('(')[2].startswith('pt_gloo_runloop) R'):
+                return True
+    return False

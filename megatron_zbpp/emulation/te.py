@@ -11,7 +11,7 @@ from types import ModuleType
 
 _CHECKOUT = Path(__file__).parents[2]
 _TOOLS = 'devtools'
-_FOLDER = 'MEGATRON_ZBPP_EMULATED_TE'  # in the environment: tells child processes
+FOLDER = 'MEGATRON_ZBPP_EMULATED_TE'  # in the environment: tells child processes
 NOT_INSTALLED = 'it needs Transformer Engine, which is not installed'
 _NO_CHECKOUT = (
     "on a CPU it needs Transformer Engine's emulated kernels, which are in no wheel: run from a "
@@ -27,7 +27,7 @@ def missing() -> str:
 
 
 def installed() -> bool:
-    """Return whether Transformer Engine's kernels are emulated in this process."""
+    """Return True if this process emulates Transformer Engine's kernels."""
     tools = sys.modules.get(f'{_TOOLS}.te')
     return tools is not None and tools.installed()
 
@@ -60,13 +60,7 @@ def install(folder: str | Path | None = None, cpu: bool = True) -> None:
             name='transformer_engine',
         )
     _load_tools().install(Path(folder), cpu)
-    os.environ[_FOLDER] = str(folder)
-
-
-def install_as_parent() -> None:
-    """Install where the process that started this one did."""
-    if _FOLDER in os.environ:
-        install(os.environ[_FOLDER])
+    os.environ[FOLDER] = str(folder)
 
 
 def _has_tools() -> bool:

@@ -32,9 +32,8 @@ from megatron_zbpp.guests.measurements import WARM_UP, Measured, measured, merge
 from megatron_zbpp.ir import B, F, Placement, Schedule, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.plan_costs import in_reverse, message_times
-from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.fitting import fit_layers, measured_devices, slow_ranks
-from megatron_zbpp.partitioning.layers import Layers
+from megatron_zbpp.partitioning.layers import Devices, Layers
 from megatron_zbpp.partitioning.space import Partition, stage_costs
 from megatron_zbpp.planner.cache import default_folder
 from megatron_zbpp.runtime.log import rank_log
@@ -69,15 +68,7 @@ def fit_layers_to_run(
 ) -> MeasuredRun:
     """Fit costs of layers and slowdowns of ranks to the measured times of the stages.
 
-    Args:
-        layout: of the layers, in model order.
-        schedule: that runs.
-        costs: measured, of its stages.
-        objective: 'makespan' or 'window'.
-        layers_alike: whether layers of a letter are; if not, no rank is taken for a slower one.
-
-    Raises:
-        ValueError: the layout has another number of stages.
+    Where layers of a letter are not alike, no rank is taken for a slower one.
     """
     placement, stages = schedule.placement, layout.split('|')
     devices = measured_devices(stages, placement, costs, layers_alike)
@@ -107,18 +98,14 @@ class Repartition:
         objective: str,
         say: Callable[[str], None],
     ) -> Repartition | None:
-        """Start a search within `limit` measured activations a rank, or within any (None).
-
-        Returns:
-            None: it cannot be started, and the user is told.
-        """
+        """Start a search within `limit` activations a rank; None: it fails, as the user is told."""
         inputs = measured_run.layers, measured_run.devices, num_microbatches, limit
         call = partial(partition_text, *inputs, seconds, objective)
         search = BackgroundSearch.start('the search for a partition', call, seconds, say)
         return None if search is None else cls(search, measured_run, objective, say)
 
     def finished(self) -> bool:
-        """Return whether the search has ended; tell the user its result, once."""
+        """Return True once the search has ended; tell the user its result, once."""
         if not self.search.ended():
             return False
         text = self.search.answer()
@@ -129,7 +116,7 @@ class Repartition:
         return True
 
     def end(self) -> None:
-        """Give the search up."""
+        """Cancel the search."""
         self.search.end()
 
     def _report(self, text: str) -> None:
@@ -166,41 +153,23 @@ def _written(text: str) -> Path:
 
 
 _UNKNOWN = ModelLayers(None, alike=True)
-_OF_SIZE = (  # what is known for one number of microbatches
-    '_seen',
-    '_spans',
-    '_found',
-    '_planner',
-    '_search',
-    'planned',
-    'costs',
-    '_original',
-    '_measured_before',
-    '_predicted',
-    '_settled',
-)
+_OF_SIZE = (  # fields that are known for one number of microbatches
+    '_seen _spans _found _planner _search planned costs _original _measured_before _predicted '
+    '_settled'
+).split()
 _WAITING, _KEEP = '', 'keep'  # what the planning rank may say instead of a schedule
 
 
 @dataclass
 class AutoPlan(Guest):
-    """Follows the iterations of one rank, and says when to switch to what.
+    """Follows the iterations of one rank, and says when to switch to what."""
 
-    Args:
-        profile_iters: how many iterations to measure.
-        memory_limit: in activations of one microbatch on a full rank; None: as many as there are
-            pipeline ranks, what 1F1B holds, or as much as the schedule that is measured. Less where
-            the device has no room for so many.
-        seconds: to plan, at most.
-        objective: what to plan for: 'makespan' where all ranks wait for each other between
-            iterations, 'window' where they do not.
-        say: tells the user.
-    """
-
-    profile_iters: int = 5
+    profile_iters: int = 5  # that are measured
+    # in activations of one microbatch on a full rank; None: as many as there are pipeline ranks,
+    # what 1F1B holds, or as much as the schedule that is measured. Less where the device lacks room
     memory_limit: float | None = None
-    seconds: float = 30.0
-    objective: str = 'makespan'
+    seconds: float = 30.0  # to plan, at most
+    objective: str = 'makespan'  # or 'window', where ranks do not wait between iterations
     say: Callable[[str], None] = rank_log.info
     planned: Schedule | None = None  # the schedule that was switched to
     costs: Costs | None = None  # that it was planned for
@@ -222,11 +191,10 @@ class AutoPlan(Guest):
 
     @property
     def counting(self) -> bool:
-        """True while bytes are worth counting: until something is planned."""
+        """True while activations are counted in bytes: until the first plan."""
         return not self._settled and self.planned is None
 
     def starts(self, describe: Callable[[], ModelLayers]) -> None:
-        """Take note of which layers the model is."""
         self.layers = describe()
 
     def after(self, iteration: Iteration, run: Run) -> Change | None:
@@ -246,7 +214,11 @@ class AutoPlan(Guest):
         if self._seen <= WARM_UP:
             return None
         if len(self._spans) < self.profile_iters:
-            self._measure(iteration)
+            everywhere = measured(iteration)
+            self._found += everywhere
+            self._spans.append(max(each.makespan for each in everywhere))
+            if len(self._spans) == self.profile_iters and self.planned is None:
+                self._start(schedule)
             return None
         if self.planned is not None:
             return self._compare(schedule)
@@ -260,15 +232,7 @@ class AutoPlan(Guest):
         for name, value in known.items():
             setattr(self, name, value)
 
-    def _measure(self, iteration: Iteration) -> None:
-        everywhere = measured(iteration)
-        self._found += everywhere
-        self._spans.append(max(each.makespan for each in everywhere))
-        if len(self._spans) == self.profile_iters and self.planned is None:
-            self._start(iteration.schedule)
-
     def _start(self, schedule: Schedule) -> None:
-        """Start the planner on the first rank."""
         self.costs, limit, full = merge_measurements(self._found, schedule, self.memory_limit)
         if dist.get_rank() != 0:
             return
@@ -284,13 +248,13 @@ class AutoPlan(Guest):
                 'for the same stages: all of them wait for it'
             )
         start, costs = schedule, self.costs
-        if _mirrored(schedule):
+        if _is_reversed(schedule):
             start, costs = schedule.reversed(), in_reverse(costs, schedule.num_ranks)
         self._search = partial(schedule_text, start, costs, limit, self.seconds, self.objective)
         self._launch()
 
     def _launch(self) -> None:
-        """Start the search that is to be, unless one for another number of microbatches runs."""
+        """Start the pending search, unless one for another number of microbatches runs."""
         others = [each['_planner'] for each in self._sizes.values()]
         if self._search is not None and all(each is None or each.ended() for each in others):
             search, self._search = self._search, None
@@ -324,12 +288,15 @@ class AutoPlan(Guest):
             why = 'see above' if text is None else no_schedule
             self.say(f'auto: planning failed, {why}; {schedule.name} stays')
             return _KEEP
-        planned = planned.reversed() if _mirrored(schedule) else planned
+        planned = planned.reversed() if _is_reversed(schedule) else planned
         expected, known = (
             simulate(each, costs).value(self.objective) for each in (planned, schedule)
         )
         times = f'{known * 1e3:.1f} ms with {schedule.name}, {expected * 1e3:.1f} ms planned'
-        times += _rival(schedule, costs) if self.objective == 'makespan' else ''
+        if self.objective == 'makespan' and (
+            rival := makespan_of(RIVAL, schedule, rival_costs(schedule, costs))
+        ):
+            times += f', {rival * 1e3:.1f} ms with {RIVAL + WHOLE * has_shards(schedule)}'
         if expected >= known:
             self.say(f'auto: nothing better found (simulated: {times}); {schedule.name} stays')
             return _KEEP
@@ -357,13 +324,15 @@ class AutoPlan(Guest):
         return back
 
     def _settle(self, schedule: Schedule) -> None:
-        """Measure and plan no more; on the first rank, look where the layers had better be."""
+        """Stop measuring and planning; on the first rank, search for a better partition."""
         self._settled = True
         if dist.get_rank() != 0 or self.layers.layout is None or self.costs is None:
             return
         if self._partition is not None:
             return  # one that was begun for another number of microbatches
-        if unknown := _unknown_to_partitions(self._original or schedule):
+        ran = self._original or schedule
+        unknown = 'output layer on all ranks' if has_shards(ran) else 'cells'
+        if has_shards(ran) or ran.together:
             self.say(f'auto: looks for no other partition of the layers: it knows no {unknown}')
             return
         measured_run = fit_layers_to_run(
@@ -382,18 +351,6 @@ class AutoPlan(Guest):
         )
 
 
-def _rival(schedule: Schedule, costs: Costs) -> str:
-    makespan = makespan_of(RIVAL, schedule, rival_costs(schedule, costs))
-    name = RIVAL + WHOLE * has_shards(schedule)
-    return f', {makespan * 1e3:.1f} ms with {name}' if makespan else ''
-
-
-def _unknown_to_partitions(schedule: Schedule) -> str:
-    if has_shards(schedule):
-        return 'output layer on all ranks'
-    return 'cells' if schedule.together else ''
-
-
 def _words(costs: Costs, placement: Placement, full: float | None) -> str:
     n = costs.num_stages
     times = {kind: costs.times[kind] for kind in (F, B, W)}
@@ -409,5 +366,6 @@ def _words(costs: Costs, placement: Placement, full: float | None) -> str:
     return f'measured {", ".join(parts)}'
 
 
-def _mirrored(schedule: Schedule) -> bool:
+def _is_reversed(schedule: Schedule) -> bool:
+    """Return True if the schedule runs with its ranks reversed, so that loss is on the last."""
     return schedule.placement.only_route[0] != 0

@@ -20,8 +20,7 @@ from typing import Any
 
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.partitioning.devices import Devices
-from megatron_zbpp.partitioning.layers import MTP, Layers
+from megatron_zbpp.partitioning.layers import MTP, Devices, Layers
 from megatron_zbpp.partitioning.plans import partition
 from megatron_zbpp.planner.cache import default_folder, planned
 from megatron_zbpp.planner.plans import plan
@@ -80,11 +79,7 @@ def partition_text(
 
 
 class BackgroundSearch:
-    """A search that runs from now on; neither its answer nor its end is waited for.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+    """A search that runs from now on; neither its answer nor its end is waited for."""
 
     def __init__(
         self, name: str, search: partial[str], seconds: float, say: Callable[[str], None]
@@ -103,7 +98,7 @@ class BackgroundSearch:
     def start(
         cls, name: str, search: partial[str], seconds: float, say: Callable[[str], None]
     ) -> BackgroundSearch | None:
-        """Start a search; None: it cannot be, and the user is told."""
+        """Start a search; log why and return None if no process can be started."""
         try:
             return cls(name, search, seconds, say)
         except OSError as error:
@@ -111,7 +106,7 @@ class BackgroundSearch:
             return None
 
     def ended(self) -> bool:
-        """Return whether the process has ended; kill a late process, and tell the user."""
+        """Return True once the process has ended; kill a late process, and tell the user."""
         if self._process.poll() is not None:
             return True
         if time.monotonic() < self._deadline:

@@ -50,7 +50,7 @@ class Run(Protocol):
         ...
 
     def copy_times(self) -> Mapping[int, float]:
-        """Return seconds of copies to the host, one way, by stage of this rank; waits for them."""
+        """Wait for copies to the host; return their seconds, one way, by stage of this rank."""
         ...
 
     def without_copies(self, schedule: Schedule) -> Schedule:
@@ -59,45 +59,37 @@ class Run(Protocol):
 
 
 class Guest:
-    """A guest that does nothing: what each method does where it is not overridden."""
+    """A guest whose methods do nothing unless they are overridden."""
 
     counting: bool = False  # whether it wants bytes counted
     skips_gradients: bool = False  # whether it leaves weight gradients out in the step that runs
     filler: Filler | None = None  # runs steps of its own while a rank waits; None: it has none
 
     def refuses(self, schedule: Schedule) -> str | None:
-        """Return why it cannot watch a training by `schedule`, and the cure; None: it can."""
+        """Return why a training by `schedule` cannot be watched, and the cure; None: it can."""
 
     def fingerprint(self) -> Mapping[str, object]:
         """Return the values, by name, that must be equal on all ranks of the pipeline."""
         return {}
 
     def join(self, run: Run) -> None:
-        """Take its place in a run, before anything is trained."""
+        """Register the guest with a run, before anything is trained."""
 
     def resume(self, step: int) -> None:
-        """Take note that a checkpoint was loaded of a training that had taken so many steps."""
+        """Handle a loaded checkpoint of a training that had taken so many steps."""
 
     def starts(self, describe: Callable[[], ModelLayers]) -> None:
-        """Take note that training starts."""
+        """Handle the start of the training."""
 
     def before(self, step: int | None) -> None:
-        """Take note that an iteration of training begins, on this rank.
-
-        Args:
-            step: its number, from 0; None: the one after the last.
-        """
+        """Handle the start of a step of training, from 0 on; None: the one after the last."""
 
     def within(self, named: Around, call: Any, pp_group: Any) -> Around:
         """Return the context of the passes of a call: `named`, with that of the guest around it."""
         return named
 
     def after(self, iteration: Iteration, run: Run) -> Change | None:
-        """Take note that an iteration of training has ended; collectives of the job may follow.
-
-        Returns:
-            What changes from the next iteration on, alike on all ranks; None: nothing.
-        """
+        """Return the change behind an iteration, alike on all ranks; it may call collectives."""
 
     def changed(self, change: Change) -> None:
-        """Take note that what runs has changed."""
+        """Handle a change of the running schedule."""

@@ -11,26 +11,19 @@ from statistics import median
 from megatron_zbpp.guests.base import Guest, Run
 from megatron_zbpp.ir import Schedule, W
 from megatron_zbpp.partitioning.freeze_plans import FreezePlan
-from megatron_zbpp.runtime.key import Key
 from megatron_zbpp.runtime.measure import Iteration
+from megatron_zbpp.runtime.stage import Key
 
 _COMPARED = 20  # steps with the whole shares, before the gain is told
 
 
 class FreezeRun(Guest):
-    """Follows a plan through a training, on one rank.
-
-    Attributes:
-        plan: the same.
-        step: that runs, from 0.
-        first: the step that a resumed training began with.
-        left_out: weight gradients that this rank has left out so far.
-        seen: weight gradients that could have been.
-    """
+    """Follows a plan through a training, on one rank."""
 
     def __init__(self, plan: FreezePlan, say: Callable[[str], None]) -> None:
-        self.plan, self.step, self.first = plan, 0, 0
-        self.left_out = self.seen = 0
+        self.plan = plan
+        self.step = self.first = 0  # that runs; that a resumed training began with
+        self.left_out = self.seen = 0  # weight gradients: left out so far; that could have been
         self._say = say
         self._phase = ''
         self._before: list[float] = []
@@ -42,7 +35,7 @@ class FreezeRun(Guest):
         return self.plan.share(self.step) > 0
 
     def refuses(self, schedule: Schedule) -> str | None:
-        """Return why the plan is not one for `schedule`, which is in Megatron's ranks."""
+        """Return why the plan does not fit `schedule`, whose ranks are Megatron's."""
         planned = self.plan.schedule
         if schedule.passes not in (planned.passes, planned.reversed().passes):
             return (
@@ -56,7 +49,7 @@ class FreezeRun(Guest):
                 f'{schedule.name} has no W passes, of which freezing leaves gradients out: take a '
                 'schedule that has, such as zb-h1'
             )
-        if schedule.graph.num_slices > 1:
+        if any(p.slice for order in schedule.passes for p in order):
             return (
                 f'{schedule.name} has slices, of whose weight gradients freezing would leave out '
                 'the same ones: drop --pipeline-freeze, or take a schedule of whole sequences'
@@ -64,31 +57,23 @@ class FreezeRun(Guest):
         return None
 
     def fingerprint(self) -> Mapping[str, object]:
-        """Return the step that the training was resumed at."""
         return {'step resumed at': self.first}
 
     def join(self, run: Run) -> None:
-        """Be asked by W passes which gradients they leave out."""
+        """Register as the source of the gradients that W passes leave out."""
         run.store.left_out = self
 
     def resume(self, step: int) -> None:
-        """Take note that so many steps were taken before, by the run that left the checkpoint."""
         self.step = self.first = step
 
     def before(self, step: int | None) -> None:
-        """Take note that a step begins; None: the one after the last."""
         self.step = self.step if step is None else step
-        phase = self._phase_of(self.step)
+        plan, phase = self.plan, 'growing' if self.step < self.plan.full else 'freezing'
+        if self.step < plan.monitoring.stop:
+            phase = 'warm-up' if self.step < plan.monitoring.start else 'monitoring'
         if phase != self._phase:
             self._phase = phase
             self._tell(phase)
-
-    def _phase_of(self, step: int) -> str:
-        if step < self.plan.monitoring.start:
-            return 'warm-up'
-        if step in self.plan.monitoring:
-            return 'monitoring'
-        return 'growing' if step < self.plan.full else 'freezing'
 
     def _tell(self, phase: str) -> None:
         plan = self.plan
@@ -116,7 +101,6 @@ class FreezeRun(Guest):
         return found
 
     def after(self, iteration: Iteration, run: Run) -> None:
-        """Take note that a step has ended."""
         if self._phase == 'monitoring':
             self._before.append(iteration.extent().window)
         elif self._phase == 'freezing' and len(self._after) < _COMPARED:

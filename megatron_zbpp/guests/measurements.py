@@ -14,11 +14,11 @@ from megatron_zbpp.analysis.fit_costs import full_rank, measured_costs, middle, 
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.runtime.clock import USABLE
 from megatron_zbpp.runtime.measure import Iteration
 
 WARM_UP = 2  # iterations that are slower than others
 _T = TypeVar('_T')
-USABLE = 0.9  # of memory that was never needed: fragments, and what other libraries take
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,9 @@ def merge_measurements(
 ) -> tuple[Costs, float, float | None]:
     """Return costs to plan for; the limit that memory allows; bytes of a full rank's activation.
 
-    Args:
-        found: on all ranks, in one or more iterations.
-        schedule: that ran.
-        limit: not to be exceeded, in activations of one microbatch on a full rank; None: as many as
-            there are pipeline ranks, what 1F1B holds, or as much as `schedule` holds.
-
-    Returns:
-        The bytes are None where no rank counts them; what waits for W then counts as F's.
+    `limit` is in activations of one microbatch on a full rank; None: as many as there are pipeline
+    ranks, what 1F1B holds, or as much as `schedule` holds. The bytes are None where no rank counts
+    them; what waits for W then counts as F's.
     """
     placement = schedule.placement
     costs = middle([each.costs for each in found])

@@ -1,4 +1,4 @@
-"""`--pipeline-offload auto`: measures what copies take, and keeps what would cost time.
+"""`--pipeline-offload auto`: measures copies, and offloads as much as costs no time.
 
 Everything that has the time goes while some iterations are measured: so what fits then fits. From
 times of passes and copies comes k (PipeOffload, arXiv 2503.01328, section 3.1); all ranks have the
@@ -29,7 +29,7 @@ from megatron_zbpp.ir.graph import HOST, TRANSFERS
 from megatron_zbpp.runtime.log import rank_log
 from megatron_zbpp.runtime.measure import Iteration
 from megatron_zbpp.techniques.base import copy_ratio
-from megatron_zbpp.techniques.offload.place import FREE, offloaded
+from megatron_zbpp.techniques.offload import FREE, offloaded
 
 
 @dataclass

@@ -24,21 +24,20 @@ import torch
 import torch.distributed as dist
 
 from megatron_zbpp.guests.base import Guest, Run
-from megatron_zbpp.guests.measurements import USABLE
 from megatron_zbpp.ir import Pass, Schedule
-from megatron_zbpp.runtime.clock import Clock, Record, never_needed
+from megatron_zbpp.runtime.clock import USABLE, Clock, Filler, Record, never_needed
 from megatron_zbpp.runtime.log import rank_log
 from megatron_zbpp.runtime.measure import Iteration
 
 
 def on_cuda() -> bool:
-    """Return whether this process computes on a GPU."""
+    """Return True if this process computes on a GPU."""
     return torch.cuda.is_initialized()
 
 
 @contextmanager
 def kept_random_states() -> Iterator[None]:
-    """Leave random numbers of Python, numpy, and torch's host and device as they would have been.
+    """Restore random states of Python, numpy, and torch's host and device after the block.
 
     What Megatron keeps in states of its own is for who knows Megatron to put back.
     """
@@ -60,22 +59,13 @@ def kept_random_states() -> Iterator[None]:
 class MemoryBudget:
     """Bytes of the device that steps may take; counted on a GPU only.
 
-    Args:
-        most: bytes; None: of what was never needed before the first step, the usable share.
-
-    Attributes:
-        most: the same, once it is known.
-        held: by what steps have left allocated.
-        peak: the most that a step went beyond what was ever allocated before it.
+    None: of what was never needed before the first step, the usable share.
     """
 
     def __init__(self, most: int | None) -> None:
-        self.most, self.held, self.peak = most, 0, 0
-
-    @property
-    def exceeded(self) -> bool:
-        """True once steps have taken more than they may."""
-        return self.most is not None and max(self.held, self.peak) > self.most
+        self.most = most
+        self.held = 0  # by what steps have left allocated
+        self.peak = 0  # the most that a step went beyond what was ever allocated before it
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -133,33 +123,22 @@ class _Times:
         )
 
 
-class SideWork:
-    """Steps of something else, on one rank. All ranks of the pipeline have one, or none has.
-
-    Args:
-        step: called without arguments; returns False when there is no more to do. None: this rank
-            has nothing to do, and only takes part in measuring.
-        step_seconds: that a step takes.
-        margin: seconds that must be left beside a step; default: a fifth of it and 1 ms.
-        memory: bytes of the device that steps may take; default: what was never needed so far.
-        say: tells the user.
-
-    Attributes:
-        steps: that have run.
-        seconds: that they took.
-        overruns: how many took longer than `step_seconds` and the margin.
-        finished: whether it returned False, failed, took too much memory, or was stopped.
-    """
+class SideWork(Filler):
+    """Steps of a side task on one rank. All ranks of the pipeline have one, or none has."""
 
     def __init__(
         self,
+        # called without arguments; returns False when there is no more to do. None: this rank has
+        # nothing to do, and only takes part in measuring
         step: Callable[[], object] | None,
-        step_seconds: float,
-        margin: float | None = None,
-        memory: int | None = None,
-        say: Callable[[str], None] = rank_log.warning,
+        step_seconds: float,  # that a step takes
+        margin: float | None = None,  # that must be left beside a step; None: a fifth and 1 ms
+        memory: int | None = None,  # bytes of the device; None: what was never needed so far
+        say: Callable[[str], None] = rank_log.warning,  # tells the user
     ) -> None:
-        self.steps, self.seconds, self.overruns = 0, 0.0, 0
+        self.steps, self.seconds = 0, 0.0  # that have run, and that they took
+        self.overruns = 0  # steps that took longer than `step_seconds` and the margin
+        # whether it returned False, failed, took too much memory, or was stopped
         self.finished = step is None
         self._step = step
         self._long = step_seconds + (_LEAST + _SHARE * step_seconds if margin is None else margin)
@@ -190,12 +169,10 @@ class SideWork:
         return not self.finished and as_measured and self._row < _IN_A_ROW
 
     def begin(self, clock: Clock, record: Record) -> None:
-        """Take note that an iteration begins, whose passes `record` has or will have."""
         self._clock, self._record, self._began, self._row = clock, record, clock.now(), 0
         self._ahead = len(record.passes)
 
     def before(self, p: Pass) -> None:
-        """Run steps until `p`, whose input is on its way, is expected to start."""
         if not self.active:
             return
         assert self._expected is not None and self._clock is not None and self._record is not None
@@ -212,7 +189,6 @@ class SideWork:
         self._run(until)
 
     def at_end(self) -> None:
-        """Run steps until the last rank is expected to end, when this one has no more to do."""
         if not self.active:
             return
         assert self._expected is not None and self._clock is not None and self._record is not None
@@ -223,7 +199,7 @@ class SideWork:
             self._run(first + self._expected.end)
 
     def after(self, iteration: Iteration, overlaps: bool = False) -> None:
-        """Take note of an iteration of training: a collective of its pipeline while measuring."""
+        """Handle the end of an iteration: a collective of its pipeline while measuring."""
         last = self._kind
         known = last is not None and last[0] is iteration.schedule and last[1] == overlaps
         if not known or self._seen >= _AGAIN:
@@ -274,9 +250,10 @@ class SideWork:
             late = taken > self._long
             self.overruns += late
             self._row = self._row + 1 if late else 0
-            if goes_on and self._memory.exceeded:
+            memory = self._memory
+            if goes_on and memory.most is not None and max(memory.held, memory.peak) > memory.most:
                 self._say(
-                    f'side task has taken {self._memory} that it may, and is not called again: '
+                    f'side task has taken {memory} that it may, and is not called again: '
                     'let it keep less, or give memory, in bytes'
                 )
                 goes_on = False
@@ -290,14 +267,13 @@ def _wait_for_device() -> None:
 
 
 class SideTask(Guest):
-    """Tells `work` when passes are expected, as measured."""
+    """Tells `work` the measured times at which passes are expected."""
 
     def __init__(self, work: SideWork) -> None:
         self.filler = work
         self._work = work
 
     def after(self, iteration: Iteration, run: Run) -> None:
-        """Measure, while that is due: a collective of the pipeline."""
         with run.collective('times of the pipeline for a side task'):
             self._work.after(iteration, run.overlaps)
 

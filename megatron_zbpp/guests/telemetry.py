@@ -1,4 +1,4 @@
-"""Spans of what Megatron's own telemetry does not see: W and its kin, and a schedule's messages.
+"""Spans that Megatron's telemetry lacks: W and further passes, and messages between stages.
 
 Megatron's main has spans of forwards and backwards, which our schedules call, too. These are added
 inside its span of the iteration, in its groups and by its scheme of names:
@@ -26,8 +26,8 @@ from opentelemetry import propagate, trace
 from megatron_zbpp.guests.base import Guest, Run
 from megatron_zbpp.ir import B, F, Pass, Schedule
 from megatron_zbpp.runtime import compat
-from megatron_zbpp.runtime.actions import done_by
 from megatron_zbpp.runtime.measure import Iteration
+from megatron_zbpp.runtime.tables import done_by
 
 PASSES, MESSAGES = 'microbatch', 'communication'  # groups of Megatron's
 _DIRECTIONS = {'activation': 'forward', 'gradient': 'backward'}  # of messages, by Megatron's words
@@ -75,7 +75,12 @@ class Spans(Guest):
         if not (passes or messages):
             return
         rank, timed = dist.get_rank(iteration.pp_group), iteration.spans()
-        spans = list(_of_passes(iteration, timed)) if passes else []
+        ran, kinds = iteration.record.passes, iteration.schedule.graph.kinds
+        spans = [  # of passes that are no forward and no backward of Megatron's
+            Span(f'megatron.microbatch.{kinds[p.kind].words.replace(" ", "_")}', p, *span)
+            for p, span in zip(ran, timed, strict=True)
+            if passes and not {F, B} & set(done_by(p))
+        ]
         if messages:
             if self._schedule is not iteration.schedule:
                 self._schedule = iteration.schedule
@@ -109,15 +114,6 @@ class Spans(Guest):
 
     def _key(self, rank: int, iteration: int) -> str:
         return f'megatron_zbpp/spans/{rank}/{self._run}/{iteration}'
-
-
-def _of_passes(iteration: Iteration, timed: Sequence[tuple[float, float]]) -> Iterator[Span]:
-    """Yield the spans of passes that are no forward and no backward of Megatron's."""
-    kinds = iteration.schedule.graph.kinds
-    for p, (start, end) in zip(iteration.record.passes, timed, strict=True):
-        if not {F, B} & set(done_by(p)):
-            words = kinds[p.kind].words.replace(' ', '_')
-            yield Span(f'megatron.microbatch.{words}', p, start, end)
 
 
 def _of_messages(

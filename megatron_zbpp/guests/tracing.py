@@ -1,4 +1,4 @@
-"""Pictures of one iteration as it was, beside what it was planned to be."""
+"""Pictures of one measured iteration, beside the planned one."""
 
 from __future__ import annotations
 
@@ -28,24 +28,19 @@ class Tracer(Guest):
     `planned` is the schedule as the simulator has it: with the times that it was planned for, those
     of a file in the unit of what was measured; a schedule by name was planned for none, and takes
     those that were measured.
-
-    Args:
-        folder: takes `pipeline.html`, `pipeline.perfetto.json`, and the times of the stages, with
-            the layout of the model's layers, in `stages.json`; made where it is not there.
     """
 
-    folder: Path
+    folder: Path  # of `pipeline.html`, `pipeline.perfetto.json`, and `stages.json` with a layout
     _seen: int = 0
     _costs: Costs | None = None
     _before: Timeline | None = None
     _layout: str | None = None
 
     def starts(self, describe: Callable[[], ModelLayers]) -> None:
-        """Take note of the layers of the stages, for the file of their times."""
         self._layout = describe().layout
 
     def after(self, iteration: Iteration, run: Run) -> None:
-        """Draw `iteration`, which has ended, if it is the one: a collective of its pipeline."""
+        """Draw the ended `iteration` if it is the chosen one: a collective of its pipeline."""
         self._seen += 1
         if self._seen != _DRAWN:
             return
@@ -55,7 +50,6 @@ class Tracer(Guest):
             self._before = measured
 
     def changed(self, change: Change) -> None:
-        """Draw again: from now on another schedule runs."""
         self._seen, self._costs = 0, change.costs
 
     def draw(self, measured: Timeline) -> None:
@@ -63,7 +57,11 @@ class Tracer(Guest):
         fitted, own = measured_costs(measured), measured.schedule.costs
         planned = simulate(measured.schedule, self._costs or own or fitted)
         if self._costs is None and own is not None:
-            planned = _scaled(planned, measured)
+            ranks = range(measured.schedule.num_ranks)
+            ours, theirs = (sum(map(line.busy, ranks)) for line in (planned, measured))
+            factor = theirs / ours if ours else 1.0
+            spans = (((a * factor, b * factor) for a, b in own) for own in planned.spans)
+            planned = replace(planned, spans=tuple(map(tuple, spans)))
         lines = {'planned': planned, 'measured': measured}
         if self._before is not None:
             lines[f'measured before, {self._before.schedule.name}'] = self._before
@@ -84,11 +82,3 @@ class Tracer(Guest):
         (self.folder / 'stages.json').write_text(stages_file(fitted, self._layout, routes))
         trace = {name: line for name, line in lines.items() if line is not planned}
         (self.folder / 'pipeline.perfetto.json').write_text(perfetto(trace, costs))
-
-
-def _scaled(planned: Timeline, measured: Timeline) -> Timeline:
-    ranks = range(measured.schedule.num_ranks)
-    ours, theirs = (sum(map(line.busy, ranks)) for line in (planned, measured))
-    factor = theirs / ours if ours else 1.0
-    scaled = tuple(tuple((a * factor, b * factor) for a, b in own) for own in planned.spans)
-    return replace(planned, spans=scaled)

@@ -14,8 +14,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from megatron_zbpp.ir import B, F, Graph, Placement, Task, W
-from megatron_zbpp.ir.compiled import compiled
-from megatron_zbpp.ir.graph import BROADCAST, DEVICE, KV, KV_GRADIENT, R
+from megatron_zbpp.ir.graph import BROADCAST, DEVICE, KV, KV_GRADIENT, R, compiled
 
 if TYPE_CHECKING:
     from megatron_zbpp.ir import Schedule
@@ -87,42 +86,18 @@ class Costs:
             raise ValueError('F has no entries: give one entry per stage')
         activation = amounts.pop('activation', ()) or (1.0,) * len(times[F])
         held = {'activation': activation, 'retained': amounts.pop('retained', ()) or activation}
-        object.__setattr__(self, 'times', times)
-        object.__setattr__(self, 'amounts', held | amounts)
-        object.__setattr__(self, 'parameters', tuple(self.parameters) or (0.0,) * len(times[F]))
-        self._require_entries()
-        object.__setattr__(self, 'edges', tuple(map(tuple, self.edges)))
-        object.__setattr__(self, 'speeds', tuple(self.speeds))
-        _require_costs('comm', (self.comm,))
-        _require_costs('message', (self.message,))
-        _require_costs('together', (self.together, *self.pairs.values()))
-        _require_costs('collectives', tuple(self.collectives.values()))
-        if not all((self.together, *self.pairs.values())):
-            raise ValueError('together = 0: what runs as one takes time: give a share above 0')
-        if unknown := self.pairs.keys() - {'FF', 'FW'}:
-            raise ValueError(
-                f'pairs has {", ".join(sorted(unknown))}: give FF, FW or both; "together" is of a '
-                'forward and a backward'
-            )
-        _require_costs('edges', tuple(latency for _, _, latency in self.edges))
-        _require_costs('speeds', self.speeds)
-        if 0 in self.speeds:
-            raise ValueError('a speed of 0 never ends: give numbers above 0')
-        object.__setattr__(self, 'hops', tuple(map(tuple, self.hops)))
-        _require_costs('hops', tuple(time for hop in self.hops for time in hop))
-        if self.hops and [*map(len, self.hops)] != [2] * (self.num_stages - 1):
-            raise ValueError(
-                f'hops has {len(self.hops)} entries: give [forward, back] for each of the '
-                f'{self.num_stages - 1} stages before the last'
-            )
-        parts = {name: tuple(map(tuple, own)) for name, own in self.parts.items()}
-        object.__setattr__(self, 'parts', parts)
-        self._require_parts()
-
-    def _require_entries(self) -> None:
-        """Raise ValueError unless all values are costs, and there are enough of each."""
-        named = {**self.times, **self.amounts, 'parameters': self.parameters}
-        for name, values in named.items():
+        fields: dict[str, Any] = {
+            'times': times,
+            'amounts': held | amounts,
+            'parameters': tuple(self.parameters) or (0.0,) * len(times[F]),
+            'edges': tuple(map(tuple, self.edges)),
+            'speeds': tuple(self.speeds),
+            'hops': tuple(map(tuple, self.hops)),
+            'parts': {name: tuple(map(tuple, own)) for name, own in self.parts.items()},
+        }
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+        for name, values in {**times, **self.amounts, 'parameters': self.parameters}.items():
             _require_costs(name, values)
             if name in (*_EXACT, 'parameters') and len(values) != self.num_stages:
                 raise ValueError(
@@ -134,9 +109,33 @@ class Costs:
                     f'{name} has {len(values)} entries: give one per stage, {self.num_stages}, '
                     'and behind them what else there is'
                 )
+        for name, values in {
+            'comm': (self.comm,),
+            'message': (self.message,),
+            'together': (self.together, *self.pairs.values()),
+            'collectives': self.collectives.values(),
+        }.items():
+            _require_costs(name, values)
+        if not all((self.together, *self.pairs.values())):
+            raise ValueError('together = 0: what runs as one takes time: give a share above 0')
+        if unknown := self.pairs.keys() - {'FF', 'FW'}:
+            raise ValueError(
+                f'pairs has {", ".join(sorted(unknown))}: give FF, FW or both; "together" is of a '
+                'forward and a backward'
+            )
+        _require_costs('edges', (latency for _, _, latency in self.edges))
+        _require_costs('speeds', self.speeds)
+        if 0 in self.speeds:
+            raise ValueError('a speed of 0 never ends: give numbers above 0')
+        _require_costs('hops', (time for hop in self.hops for time in hop))
+        if self.hops and [*map(len, self.hops)] != [2] * (self.num_stages - 1):
+            raise ValueError(
+                f'hops has {len(self.hops)} entries: give [forward, back] for each of the '
+                f'{self.num_stages - 1} stages before the last'
+            )
+        self._require_parts()
 
     def _require_parts(self) -> None:
-        """Raise ValueError unless there are shares of the same slices for each stage."""
         counts = {len(shares) for own in self.parts.values() for shares in own}
         if len(counts) > 1 or 0 in counts:
             raise ValueError(
@@ -208,17 +207,15 @@ class Costs:
         >>> Costs.of([1], [1], [1]).with_times(W=[0], R=[2]).times['W']
         (0,)
         """
-        return replace(self, times={**self.times, **{k: tuple(v) for k, v in kinds.items()}})
+        return replace(self, times={**self.times, **kinds})
 
     def with_amounts(self, **names: Sequence[float]) -> Costs:
         """Return the same with other amounts of these names."""
-        return replace(self, amounts={**self.amounts, **{k: tuple(v) for k, v in names.items()}})
+        return replace(self, amounts={**self.amounts, **names})
 
     def with_parts(self, **names: Sequence[Sequence[float]]) -> Costs:
         """Return the same with these shares of slices."""
-        return replace(
-            self, parts={**self.parts, **{k: tuple(map(tuple, v)) for k, v in names.items()}}
-        )
+        return replace(self, parts={**self.parts, **names})
 
     @classmethod
     def from_json(
@@ -345,21 +342,19 @@ class Costs:
         share, n = self.share, graph.num_slices
         time = sum(
             [
-                self.time(task) * share(task.kind, task, n)
+                self.time(task) * (share(task.kind, task, n) if n > 1 else 1.0)
                 for task in graph.tasks(kind, stage, slice)
             ]
         )
         return time / (self.speeds[rank] if self.speeds else 1.0)
 
     def share(self, name: str, task: Task, num_slices: int) -> float:
-        """Return the share that the slice of `task` has of a time or an amount of its stage.
-
-        Raises:
-            ValueError: shares are known of another number of slices.
-        """
+        """Return the share that the slice of `task` has of a time or an amount of its stage."""
+        if num_slices == 1:
+            return 1.0
         like = name if name in _WHOLE else F if name == R else 'activation'
         own = self.parts.get(name, self.parts.get(like))
-        if own is None or num_slices == 1:
+        if own is None:
             return 1 / num_slices
         shares = own[min(task.stage, len(own) - 1)]
         if len(shares) != num_slices:
@@ -368,10 +363,6 @@ class Costs:
                 'give those of as many, or leave "parts" out'
             )
         return shares[task.slice]
-
-    def share_of_pair(self, kinds: Iterable[str]) -> float:
-        """Return the time of passes of these kinds that run as one, over the sum of theirs."""
-        return self.pairs.get(''.join(sorted(kinds)), self.together)
 
     @property
     def least_share(self) -> float:
@@ -421,8 +412,7 @@ class Costs:
                 )
 
 
-def _require_costs(name: str, values: tuple[float, ...]) -> None:
-    """Raise ValueError unless all of `values` are finite and not negative."""
+def _require_costs(name: str, values: Iterable[float]) -> None:
     for value in values:
         if not (isfinite(value) and value >= 0):
             raise ValueError(f'{name} = {value} is not a cost: give finite numbers from 0 up')

@@ -87,29 +87,6 @@ def _within(data: dict[str, Any], within: dict[str, Any]) -> dict[str, Any]:
     return {**data, 'times': {**kinds, **within['times']}, 'amounts': amounts}
 
 
-def _edge_list(value: Any) -> str | None:
-    """Check latencies between ranks."""
-    fits = strict_json.is_list(value) and all(
-        strict_json.is_list(edge)
-        and len(edge) == 3
-        and all(strict_json.integer(rank) is None for rank in edge[:2])
-        and strict_json.number(edge[2]) is None
-        for edge in value
-    )
-    return None if fits else 'a list of [sender, receiver, latency]'
-
-
-def _hop_list(value: Any) -> str | None:
-    """Check times of messages between stages."""
-    fits = strict_json.is_list(value) and all(
-        strict_json.is_list(hop)
-        and len(hop) == 2
-        and all(strict_json.number(time) is None for time in hop)
-        for hop in value
-    )
-    return None if fits else 'a list of [forward, back] for each stage before the last'
-
-
 _PER_STAGE = strict_json.list_of(strict_json.number, 'numbers, one per stage', filled=True)
 _NUMBERS = strict_json.list_of(strict_json.number, 'numbers')
 _ROUTES = strict_json.list_of(
@@ -125,8 +102,14 @@ _FIELDS: dict[str, strict_json.Check] = {
         strict_json.list_of(_PER_STAGE, ''),
         'a list a stage, such as {"F": [[0.6, 0.4], [0.6, 0.4]]}',
     ),
-    'edges': _edge_list,
-    'hops': _hop_list,
+    'edges': strict_json.list_of(
+        strict_json.tuple_of(strict_json.integer, strict_json.integer, strict_json.number),
+        '[sender, receiver, latency]',
+    ),
+    'hops': strict_json.list_of(
+        strict_json.tuple_of(strict_json.number, strict_json.number),
+        '[forward, back] for each stage before the last',
+    ),
     **dict.fromkeys(
         ('collectives', 'pairs'),
         strict_json.object_of(strict_json.number, 'numbers, such as {"hidden": 0.1}'),

@@ -21,17 +21,9 @@ _GZIP = b'\x1f\x8b'
 
 
 def read(path: str | Path, parse: Callable[[str], _Found], wanted: str) -> _Found:
-    """Return what `parse` makes of the text of a file; of one of YAML, of the same as JSON.
+    """Read a file and return the value that `parse` makes of its text; of YAML, of it as JSON.
 
-    Args:
-        path: YAML where it ends in .yaml or .yml.
-        parse: raises ValueError for what it cannot read.
-        wanted: what to give, for errors.
-
-    Raises:
-        OSError: it cannot be read; the message has the cure.
-        ValueError: it is no text, too long, or refused by `parse`; the message names the path.
-        ImportError: PyYAML is not installed; the message tells how.
+    `wanted` says what to give, for errors, which name the path and the cure.
     """
     try:
         text = text_of(content_of(path, MOST_BYTES))
@@ -47,12 +39,7 @@ def read(path: str | Path, parse: Callable[[str], _Found], wanted: str) -> _Foun
 
 
 def content_of(path: str | Path, most: int) -> bytes:
-    """Return the bytes of a file, unpacked if gzip packed them.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it has more than `most`, or is a damaged gzip file.
-    """
+    """Return the bytes of a file, unpacked if gzip packed them."""
     with Path(path).open('rb') as file:
         content = file.read(most + 1)  # /dev/zero has no end
     if content.startswith(_GZIP):

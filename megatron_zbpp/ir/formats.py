@@ -30,10 +30,7 @@ from typing import Any, NamedTuple
 from megatron_zbpp.ir import BW, B, F, Pass, Placement, Schedule, Together, W, files, strict_json
 from megatron_zbpp.ir.costs import Costs
 
-_KINDS = {
-    'new': {'F': F, 'I': B, 'W': W, 'B': BW},
-    'old': {'F': F, 'B': B, 'W': W, 'BW': BW},
-}
+_KINDS = {'new': {'F': F, 'I': B, 'W': W, 'B': BW}, 'old': {'F': F, 'B': B, 'W': W, 'BW': BW}}
 DIALECTS = tuple(_KINDS)
 
 # What `zbpp plan`, `zbpp show` and measurements have beside the schedule, for people and scripts.
@@ -105,23 +102,19 @@ def load_plan(path: str | Path) -> PlanFile:
     """
 
     def parse(text: str) -> PlanFile:
-        _require_few_passes(text)
+        if len(text) > _SHORTEST * MOST_PASSES:
+            passes = sum(1 for _ in _ANY_PASS.finditer(text))
+            if passes > MOST_PASSES:
+                raise ValueError(
+                    f'{passes} passes: at most {MOST_PASSES} can be checked; give fewer '
+                    'microbatches'
+                )
         if text.lstrip().startswith(('{', '[')):  # no pass of a CSV begins so
             return _from_json(text)
         schedule = from_torch_csv(text, strict_json.printable(Path(path).stem))
         return PlanFile(in_microbatch_order(schedule))
 
     return files.read(path, parse, 'a schedule or a plan, as JSON or CSV')
-
-
-def _require_few_passes(text: str) -> None:
-    """Raise ValueError for a text with more passes than can be checked."""
-    if len(text) > _SHORTEST * MOST_PASSES:
-        passes = sum(1 for _ in _ANY_PASS.finditer(text))
-        if passes > MOST_PASSES:
-            raise ValueError(
-                f'{passes} passes: at most {MOST_PASSES} can be checked; give fewer microbatches'
-            )
 
 
 def from_json(text: str) -> Schedule:
@@ -140,31 +133,25 @@ def _from_json(text: str) -> PlanFile:
     schedule, costs = Schedule.from_object(data['schedule']), data.get('costs')
     lacks = ''
     if costs is not None:
-        schedule = replace(schedule, costs=_costs(costs, schedule.placement))
+        try:
+            planned = Costs.from_fields(costs)
+            planned.require(schedule.placement)
+        except ValueError as error:
+            raise ValueError(f'costs: {error}') from error
+        schedule = replace(schedule, costs=planned)
     elif 'makespan' in data:
         lacks = (
             'a plan of an older release, which lacks the costs that it was made for: here F = B '
             '= W on equal stages; plan anew, or give zbpp --times'
         )
-    units = _units(data['units']) if 'units' in data else UNITS
+    units = UNITS
+    if 'units' in data:
+        try:
+            strict_json.require(data['units'], {}, dict.fromkeys(Units._fields, strict_json.text))
+        except ValueError as error:
+            raise ValueError(f'units: {error}') from error
+        units = Units(**data['units'])
     return PlanFile(schedule, layout, data.get('selective') is True, units, lacks, data)
-
-
-def _costs(data: Any, placement: Placement) -> Costs:
-    try:
-        costs = Costs.from_fields(data)
-        costs.require(placement)
-    except ValueError as error:
-        raise ValueError(f'costs: {error}') from error
-    return costs
-
-
-def _units(data: Any) -> Units:
-    try:
-        strict_json.require(data, {}, dict.fromkeys(Units._fields, strict_json.text))
-    except ValueError as error:
-        raise ValueError(f'units: {error}') from error
-    return Units(**data)
 
 
 def memory_of_plan(costs: Costs, units: Units) -> dict[str, Any]:
@@ -175,11 +162,7 @@ def memory_of_plan(costs: Costs, units: Units) -> dict[str, Any]:
 
 
 def to_torch_csv(schedule: Schedule, dialect: str = 'new') -> str:
-    """Return the CSV that torch's `_PipelineScheduleRuntime._load_csv` reads (compute_only).
-
-    Raises:
-        ValueError: the schedule has passes that torch has no name for, or two routes.
-    """
+    """Return the CSV that torch's `_PipelineScheduleRuntime._load_csv` reads (compute_only)."""
     if not schedule.placement.is_one_way:
         raise ValueError(
             f'{schedule.name} cannot be written as the CSV of torch, which has one rank for each '
@@ -201,16 +184,9 @@ def to_torch_csv(schedule: Schedule, dialect: str = 'new') -> str:
 def from_torch_csv(text: str, name: str = 'torch-csv', dialect: str | None = None) -> Schedule:
     """Return the schedule in torch's CSV. Rows say which rank holds which stage.
 
-    Sends, receives and other lowered actions (format compute_comms) are dropped with a warning:
-    our own lowering makes them anew. The passes of an `OVERLAP_F_B` run together.
-
-    Args:
-        text: of the file.
-        name: for the schedule; the format has none.
-        dialect: `new` or `old`; by default told by the kinds that occur.
-
-    Raises:
-        ValueError: a cell is not an action, a row has none, or stages are not one rank's each.
+    Sends, receives and other lowered actions (format compute_comms) are dropped with a warning: our
+    own lowering makes them anew. The passes of an `OVERLAP_F_B` run together. The format has no
+    name; without a dialect the kinds that occur tell it.
     """
     rows = [list(_cells(row, rank)) for rank, row in enumerate(text.splitlines())]
     while rows and not rows[-1]:
@@ -222,12 +198,18 @@ def from_torch_csv(text: str, name: str = 'torch-csv', dialect: str | None = Non
     if not any(kept):
         raise ValueError('not a schedule: neither our JSON nor a CSV with passes such as 0F0')
     found = {kind for row in kept for cell in row for _, kind, _ in cell}
-    dialect = dialect or _dialect(found)
+    if not dialect:
+        if {'I', 'BW'} <= found:
+            raise ValueError(
+                "'I' and 'BW' in one file: I is torch's since 2.6, BW from before; use one"
+            )
+        # a W without an I is the old one
+        dialect = 'old' if 'BW' in found or ('W' in found and 'I' not in found) else 'new'
     kinds = _kinds(dialect)
     if found - set(kinds):
         raise ValueError(f'kinds {sorted(found - set(kinds))} are not of the dialect {dialect!r}')
     cells = [[[Pass(kinds[k], s, mb) for s, k, mb in cell] for cell in row] for row in kept]
-    orders = [list(map(_entry, row)) for row in cells]
+    orders = [[cell[0] if len(cell) == 1 else Together(tuple(cell)) for cell in r] for r in cells]
     passes = [[p for cell in row for p in cell] for row in cells]
     microbatches = 1 + max(p.microbatch for row in passes for p in row)
     return Schedule.of(name, _placement(passes), microbatches, orders)
@@ -240,36 +222,29 @@ def in_microbatch_order(schedule: Schedule) -> Schedule:
     in microbatch order, so backwards get the numbers of that order, with a warning. A schedule
     whose stages run backwards in unlike orders is returned as it is.
     """
-    numbers = _backward_numbers(schedule)
-    if not numbers:
-        return schedule
-    first = next(old for old, new in numbers.items() if new == 0)
-    warnings.warn(
-        f'{schedule.name}: backwards begin with microbatch {first}; they are numbered in '
-        'microbatch order, in which 1F1B adds gradients',
-        stacklevel=2,
-    )
-
-    def renumbered(p: Pass) -> Pass:
-        return p if p.kind == F else p._replace(microbatch=numbers.get(p.microbatch, p.microbatch))
-
-    return replace(schedule, passes=tuple(tuple(map(renumbered, row)) for row in schedule.passes))
-
-
-def _backward_numbers(schedule: Schedule) -> dict[int, int]:
-    """Return a number for each microbatch by which the backwards of all stages are in order."""
-    orders: dict[int, list[int]] = {}
-    for p in (p for row in schedule.passes for p in row if p.kind in (B, BW)):
-        orders.setdefault(p.stage, []).append(p.microbatch)
+    orders: dict[int, list[int]] = {}  # by stage
+    for _, p in schedule:
+        if p.kind in (B, BW):
+            orders.setdefault(p.stage, []).append(p.microbatch)
     first = next(iter(orders.values()), list[int]())
     once = len({*first}) == len(first)
     if not once or first == sorted(first) or any(order != first for order in orders.values()):
-        return {}
-    return dict(zip(first, sorted(first), strict=True))
-
-
-def _entry(passes: list[Pass]) -> Pass | Together:
-    return passes[0] if len(passes) == 1 else Together(tuple(passes))
+        return schedule
+    numbers = dict(zip(first, sorted(first), strict=True))
+    begins = next(old for old, new in numbers.items() if new == 0)
+    warnings.warn(
+        f'{schedule.name}: backwards begin with microbatch {begins}; they are numbered in '
+        'microbatch order, in which 1F1B adds gradients',
+        stacklevel=2,
+    )
+    passes = tuple(
+        tuple(
+            p if p.kind == F else p._replace(microbatch=numbers.get(p.microbatch, p.microbatch))
+            for p in row
+        )
+        for row in schedule.passes
+    )
+    return replace(schedule, passes=passes)
 
 
 def _kinds(dialect: str) -> dict[str, str]:
@@ -282,30 +257,17 @@ def _cells(row: str, rank: int) -> Iterator[list[_Action]]:
     for column, cell in enumerate(map(str.strip, row.split(','))):
         overlap = _OVERLAP.fullmatch(cell)
         texts = [text.strip() for text in overlap[1].split(';')] if overlap else [cell]
-        found = [_action(text, rank, column) for text in texts if text]
-        if found:
-            yield [action for action in found if action is not None]
-
-
-def _action(text: str, rank: int, column: int) -> _Action | None:
-    """Return stage, kind and microbatch of one action; None: torch's lowering added it."""
-    if _LOWERED.fullmatch(text):
-        return None
-    if match := _ACTION.fullmatch(text):
-        return int(match[1]), match[2], int(match[3])
-    raise ValueError(
-        f'row {rank}, column {column}: {text[:40]!r} is not an action of '
-        'torch.distributed.pipelining, such as 3F1, 3I1, 3W1 or 3B1'
-    )
-
-
-def _dialect(kinds: set[str]) -> str:
-    """Return the dialect of a file with these kinds of passes: a W without an I is the old one."""
-    if {'I', 'BW'} <= kinds:
-        raise ValueError(
-            "'I' and 'BW' in one file: I is torch's since 2.6, BW from before; use one"
-        )
-    return 'old' if 'BW' in kinds or ('W' in kinds and 'I' not in kinds) else 'new'
+        actions: list[_Action] = []
+        for text in filter(None, texts):
+            if match := _ACTION.fullmatch(text):
+                actions.append((int(match[1]), match[2], int(match[3])))
+            elif not _LOWERED.fullmatch(text):
+                raise ValueError(
+                    f'row {rank}, column {column}: {text[:40]!r} is not an action of '
+                    'torch.distributed.pipelining, such as 3F1, 3I1, 3W1 or 3B1'
+                )
+        if any(texts):
+            yield actions
 
 
 def _placement(passes: list[list[Pass]]) -> Placement:

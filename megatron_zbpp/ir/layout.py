@@ -19,22 +19,14 @@ def layers_per_stage(
     embedding: int = 0,
     loss: int = 0,
     fixed: Mapping[int, int] | None = None,
+    setting: str = '--num-layers',
 ) -> list[int]:
     """Return transformer layers of each stage, in model order, as even as can be.
 
-    Args:
-        num_layers: of the model.
-        placement: of the schedule.
-        embedding: as how many layers the embedding counts, by which its stage gets fewer.
-        loss: the same for the output layer and loss, layers of multi-token prediction included.
-        fixed: layers of some stages, by stage, whatever counts there.
-
-    Returns:
-        One count per stage, summing to `num_layers`. What does not divide is spread evenly over the
-        ranks, and an end that has work which does not count as a layer comes last.
-
-    Raises:
-        ValueError: too few layers for so many stages, or more than the fixed ones leave.
+    Embedding and loss, with layers of multi-token prediction, count as so many layers, by which
+    their stages get fewer; `fixed` are layers of some stages, whatever counts there. What does not
+    divide is spread evenly over the ranks, and an end that has work which does not count as a layer
+    comes last. Errors name the `setting` of the number of layers.
     """
     stages, fixed = placement.num_stages, fixed or {}
     taken = [0] * stages
@@ -60,7 +52,7 @@ def layers_per_stage(
         raise ValueError(
             f'{num_layers} layers cannot be placed on {stages} stages ({placement.num_ranks} ranks '
             f'of {placement.num_chunks}{given}): give each stage a layer '
-            '(--num-layers), or use fewer pipeline ranks or a schedule with fewer chunks '
+            f'({setting}), or use fewer pipeline ranks or a schedule with fewer chunks '
             f'(as a plan, zbpp plan --num-layers {num_layers})'
         )
     return counts
@@ -68,13 +60,6 @@ def layers_per_stage(
 
 def layout_string(layers: Sequence[int], mtp_num_layers: int = 0) -> str:
     """Return the layout of stages with so many layers each, in the language of Megatron's own flag.
-
-    Args:
-        layers: transformer layers of each stage, in model order.
-        mtp_num_layers: of multi-token prediction, before the loss.
-
-    Returns:
-        For `--pipeline-model-parallel-layout` or the field of that name in `TransformerConfig`.
 
     >>> layout_string(layers_per_stage(8, Placement.v(2), loss=2), mtp_num_layers=2)
     'Ett|ttt|tt|tmmL'
@@ -113,9 +98,9 @@ class ModelLayout:
         return self.placement.stages(rank)
 
     def is_first(self, stage: int) -> bool:
-        """Return whether the stage begins with the embedding, for `pre_process`."""
+        """Check that the stage begins with the embedding, for `pre_process`."""
         return stage == 0
 
     def is_last(self, stage: int) -> bool:
-        """Return whether the stage ends with the loss, for `post_process`."""
+        """Check that the stage ends with the loss, for `post_process`."""
         return stage == self.placement.num_stages - 1

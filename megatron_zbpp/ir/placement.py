@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -146,11 +147,38 @@ class Placement:
 
     def reversed(self) -> Placement:
         """Return the same placement with rank r renamed to p-1-r (a V becomes a Λ and back)."""
-        last = self.num_ranks - 1
+        return self.renamed(range(self.num_ranks)[::-1])
+
+    def renamed(self, names: Sequence[int]) -> Placement:
+        """Return the same placement with rank r renamed to `names[r]`."""
         ranks, opposite = (
-            tuple(last - rank for rank in route) for route in (self.first_route, self.opposite)
+            tuple(names[rank] for rank in route) for route in (self.first_route, self.opposite)
         )
         return Placement(ranks, self.name, opposite, self.route)
+
+    def folded(self) -> Placement:
+        """Return the placement of one replica where D = 2P ranks are two replicas of P ranks.
+
+        Ranks that hold the same stages are the replicas of one rank: of a V, where each route is a
+        loop. A microbatch goes on in the other replica at the turn. With one route it is the
+        placement itself.
+
+        >>> Placement.two_way(4).folded().only_route
+        (0, 1, 1, 0)
+
+        Raises:
+            ValueError: the ranks are no pairs that hold the same stages.
+        """
+        if self.is_one_way:
+            return self
+        held = [self.stages(rank) for rank in range(self.num_ranks)]
+        names = {stages: name for name, stages in enumerate(dict.fromkeys(held))}
+        if any(held.count(stages) != 2 for stages in names):
+            raise ValueError(
+                f'placement {self.routes} cannot be two replicas because its ranks are no pairs '
+                'that hold the same stages: give both routes the mirror image of each other'
+            )
+        return Placement(tuple(names[held[rank]] for rank in self.first_route), 'folded')
 
     @classmethod
     def loop(cls, num_ranks: int, num_chunks: int = 1) -> Placement:

@@ -26,10 +26,7 @@ def written(costs: Costs) -> dict[str, Any]:
 def stages_file(costs: Costs, layout: str | None, routes: Sequence[Sequence[int]] = ()) -> str:
     """Return the text of `stages.json`: times of stages and messages, for --times and profile.
 
-    Args:
-        costs: of the stages.
-        layout: layers of the stages, as `Ett|ttL`; None: unknown.
-        routes: as `Placement.routes`; empty: unknown.
+    `layout` is the layers of the stages, as `Ett|ttL`; `routes` are as `Placement.routes`.
     """
     known: dict[str, Any] = {} if layout is None else {'layout': layout}
     known |= {'routes': routes} if routes else {}
@@ -55,18 +52,26 @@ def message_times(costs: Costs, placement: Placement) -> dict[tuple[int, int], l
 
 def in_reverse(costs: Costs, num_ranks: int) -> Costs:
     """Return the same with rank r renamed to p-1-r, and its shards with it."""
-    last, stages = num_ranks - 1, costs.num_stages
+    return with_ranks(costs, range(num_ranks)[::-1])
+
+
+def with_ranks(costs: Costs, names: Sequence[int]) -> Costs:
+    """Return the same with rank r renamed to `names[r]`, and its shards with it."""
+    stages, order = costs.num_stages, sorted(range(len(names)), key=names.__getitem__)
 
     def renamed(named: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-        return {name: own[:stages] + own[stages:][::-1] for name, own in named.items()}
+        return {
+            name: own[:stages] + tuple(own[stages:][rank] for rank in order if own[stages:])
+            for name, own in named.items()
+        }
 
     return replace(
         costs,
         times=renamed(costs.times),
         amounts=renamed(costs.amounts),
         parts=renamed(costs.parts),
-        edges=tuple((last - a, last - b, latency) for a, b, latency in costs.edges),
-        speeds=costs.speeds[::-1],
+        edges=tuple((names[a], names[b], latency) for a, b, latency in costs.edges),
+        speeds=tuple(costs.speeds[rank] for rank in order if costs.speeds),
     )
 
 
@@ -88,15 +93,13 @@ def joined(costs: Costs, stages: int) -> Costs | None:
         return [fsum(values[at : at + each]) for at in range(0, own, each)]
 
     f, b, w = (sums(costs.times[kind]) for kind in (F, B, W))
-    amounts = {name: sums(costs.amounts[name]) for name in ('activation', 'retained')}
     ends = [(at + 1) * own // stages - 1 for at in range(stages - 1)]
-    return Costs(
-        {F: tuple(f), B: tuple(b), W: tuple(w)},
-        {name: tuple(values) for name, values in amounts.items()},
-        costs.comm,
-        costs.message,
-        tuple(sums(costs.parameters)),
-        costs.edges,
-        costs.speeds,
+    return Costs.of(
+        *(f, b, w, costs.comm, costs.message),
+        activation=sums(costs.amounts['activation']),
+        retained=sums(costs.amounts['retained']),
+        parameters=sums(costs.parameters),
+        edges=costs.edges,
+        speeds=costs.speeds,
         hops=tuple(costs.hops[max(0, end)] for end in ends) if costs.hops else (),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -225,30 +225,63 @@ class Schedule:
 
     def reversed(self) -> Schedule:
         """Return the same schedule with rank r renamed to p-1-r, and its shards with it."""
-        last = self.num_ranks - 1
+        return self.renamed(range(self.num_ranks)[::-1])
 
-        def renamed(p: Pass) -> Pass:
+    def renamed(self, names: Sequence[int]) -> Schedule:
+        """Return the same schedule with rank r renamed to `names[r]`, and its shards with it."""
+        # ranks and shards that the placement lacks, which `check` refuses, keep their numbers
+        full = dict(enumerate([*names, *range(len(names), len(self.passes))]))
+
+        def moved(p: Pass) -> Pass:
             shard = p.stage - self.num_stages  # of the vocabulary: see `ir.graph.Task.stage`
-            return p if shard < 0 else p._replace(stage=self.num_stages + last - shard)
+            return p._replace(stage=self.num_stages + full.get(shard, shard))
 
-        passes = self.passes[::-1]
+        order = sorted(range(len(self.passes)), key=full.__getitem__)
+        passes = tuple(self.passes[rank] for rank in order)
         if len(self.graph.sites) > self.num_stages:
-            passes = tuple(tuple(map(renamed, order)) for order in passes)
+            passes = tuple(tuple(map(moved, each)) for each in passes)
+        costs = self.costs
+        if costs is not None:
+            from megatron_zbpp.ir.plan_costs import with_ranks  # which no run without a plan needs
+
+            costs = with_ranks(costs, names)
         return replace(
             self,
-            placement=self.placement.reversed(),
+            placement=self.placement.renamed(names),
             passes=passes,
-            together=frozenset((last - rank, at) for rank, at in self.together),
-            phases=self.phases[::-1],
-            costs=self._costs_in_reverse(),
+            together=frozenset((full[rank], at) for rank, at in self.together),
+            phases=tuple(self.phases[rank] for rank in order) if self.phases else (),
+            costs=costs,
         )
 
-    def _costs_in_reverse(self) -> Costs | None:
-        if self.costs is None:
-            return None
-        from megatron_zbpp.ir.plan_costs import in_reverse  # which no run without a plan needs
+    def reordered(self, orders: Iterable[Iterable[Pass]], graph: Graph) -> Schedule:
+        """Return the schedule with other orders of its passes, and with more of `graph`.
 
-        return in_reverse(self.costs, self.num_ranks)
+        Passes that run as one still do, where they still follow each other. Phases are dropped.
+        """
+        passes = tuple(map(tuple, orders))
+        places = [{p: at for at, p in enumerate(own)} for own in passes] if self.together else []
+        together = {
+            (rank, places[rank][first])
+            for rank, at in self.together
+            for first, second in (self.passes[rank][at : at + 2],)
+            if passes[rank][places[rank][first] + 1 :][:1] == (second,)
+        }
+        return replace(self, passes=passes, graph=graph, together=frozenset(together), phases=())
+
+    def over_replicas(self, one: Placement) -> Schedule:
+        """Return a two-way schedule with rank 2k + h for rank k of the replica h of a pair.
+
+        The first replica is where microbatches of route 0 come first.
+
+        Args:
+            one: the folded placement, in the order of ranks that is wanted.
+        """
+        names: dict[int, int] = {}
+        for stage, rank in enumerate(self.placement.routes[0]):
+            first = 2 * one.only_route[stage]
+            names.setdefault(rank, first + (first in names.values()))
+        return self.renamed([names[rank] for rank in range(self.num_ranks)])
 
     def forward_only(self) -> Schedule:
         """Return the schedule of an evaluation: passes without a backward, in their order."""
@@ -304,11 +337,7 @@ class Schedule:
                 f'format {data["format"]!r} is not one of {", ".join(_FORMATS)}: '
                 + (newer if ours else strict_json.other_kind(data, newer))
             )
-        strict_json.require(
-            data,
-            _FIELDS,
-            _OPTIONAL,
-        )
+        strict_json.require(data, _FIELDS, _OPTIONAL)
         where = data['placement']
         strict_json.require(where, _PLACEMENT, _TWO_WAY)
         routes = {name: tuple(where[name]) for name in _TWO_WAY if name in where}
@@ -322,13 +351,12 @@ class Schedule:
         return cls.of(data['name'], placement, data['num_microbatches'], orders, graph)
 
 
-def _technique(value: Any) -> str | None:
-    """Check the name and the arguments of a technique."""
-    fits = strict_json.is_list(value) and len(value) == 2 and isinstance(value[0], str)
-    return None if fits and strict_json.is_list(value[1]) else 'a name and a list of arguments'
-
-
-_OPTIONAL = {'techniques': strict_json.list_of(_technique, 'names with a list of arguments')}
+_ARGUMENTS = strict_json.list_of(strict_json.anything, 'arguments')
+_OPTIONAL = {
+    'techniques': strict_json.list_of(
+        strict_json.tuple_of(strict_json.string, _ARGUMENTS), 'names with a list of arguments'
+    )
+}
 _RANKS = strict_json.list_of(strict_json.integer, 'integers')
 _PLACEMENT = {'name': strict_json.text, 'ranks': _RANKS}
 _TWO_WAY = {'opposite': _RANKS, 'route': _RANKS}
@@ -350,3 +378,69 @@ def _entry(text: str) -> Pass | Together:
 def _tuples(value: Any) -> Any:
     """Return `value` with JSON's lists as tuples."""
     return tuple(map(_tuples, value)) if strict_json.is_list(value) else value
+
+
+_EMPTY = '___'  # a marked place past the end of a rank's order
+
+
+def grid(
+    schedule: Schedule, cells: Iterable[tuple[int, int]] = (), width: int = 100, height: int = 40
+) -> str:
+    """Draw `schedule`, cut to `width` characters and `height` ranks around what is marked.
+
+    `cells` (rank, index in its order) stand in brackets, one a rank. An index past the end marks an
+    empty place: there a pass is missing. A rank without a marked cell is cut around the first one's
+    index.
+
+    >>> orders = [[Pass('F', 0, 0), Pass('B', 0, 0)], [Pass('F', 1, 0), Pass('B', 1, 0)]]
+    >>> print(grid(Schedule.of('torn', Placement.loop(2), 1, orders), [(1, 0)]))
+    rank 0   0F0  0B0
+    rank 1  [1F0] 1B0
+    """
+    marked = dict(cells)
+    rank, index = next(iter(marked.items()), (0, 0))
+    rows = [list(map(str, order)) for order in schedule.passes]
+    for r, row in enumerate(rows):  # long enough to hold the marked place
+        row += [_EMPTY] * (marked.get(r, -1) + 1 - len(row))
+    cell = max((len(name) for row in rows for name in row), default=0) + 2
+    label = len(f'rank {len(rows) - 1}') + 1
+    fitting = max(1, (width - label - 2) // cell)
+    first, last = _around(rank, len(rows), max(1, height))
+    above = [f'({first} more above)'] if first else []
+    below = [f'({len(rows) - last} more below)'] if last < len(rows) else []
+    lines = (
+        f'rank {r}'.ljust(label) + _line(rows[r], cell, fitting, marked.get(r), index)
+        for r in range(first, last)
+    )
+    return '\n'.join([*above, *lines, *below])
+
+
+def _line(names: list[str], cell: int, fitting: int, mark: int | None, index: int) -> str:
+    """Return the `fitting` cells of a row around its mark, or else around `index`."""
+    first, last = _around(index if mark is None else mark, len(names), fitting)
+    shown = (
+        (f'[{name}]' if i == mark else f' {name} ').ljust(cell)
+        for i, name in enumerate(names[first:last], first)
+    )
+    before, after = '…' if first else ' ', '…' if last < len(names) else ''
+    return (before + ''.join(shown)).rstrip() + after
+
+
+def _around(center: int, count: int, most: int) -> tuple[int, int]:
+    """Return the half-open range of at most `most` of `count` places, `center` near its middle."""
+    first = max(0, min(center - most // 2, count - most))
+    return first, min(count, first + most)
+
+
+_MOST_RANKS = 13  # that the grid shows at most
+
+
+class ScheduleError(ValueError):
+    """A schedule that must not run: what is wrong, where, the cure, and the grid."""
+
+    def __init__(
+        self, what: str, schedule: Schedule, cells: Iterable[tuple[int, int]] = ()
+    ) -> None:
+        """Make the message of one line `what`, and the grid of the schedule: see `grid`."""
+        super().__init__(f'{what}\n{grid(schedule, cells, height=_MOST_RANKS)}')
+        self.what = what

@@ -31,20 +31,15 @@ Check = Callable[[object], str | None]  # what a value should be, where it is no
 
 
 def loads(text: str) -> object:
-    """Parse JSON.
-
-    Raises:
-        ValueError: it is not JSON, has a field twice or one whose name no terminal can show, a
-            number that is not finite, an integer of more than 18 digits, or nests too deep.
-    """
+    """Parse JSON."""
     deep = f'brackets are nested too deep: nest at most {_DEEPEST}'
     try:
         data = json.loads(
             text,
             object_pairs_hook=_once,
-            parse_int=_moderate,
-            parse_float=_finite,
-            parse_constant=_not_finite,
+            parse_int=_number,
+            parse_float=_number,
+            parse_constant=_number,  # Infinity, -Infinity and NaN
         )
     except RecursionError as error:
         raise ValueError(deep) from error
@@ -74,7 +69,7 @@ def printable(text: str) -> str:
 
 
 def is_object(value: object) -> TypeGuard[dict[str, Any]]:
-    """Return whether `value` is what JSON calls an object."""
+    """Check that `value` is an object of JSON."""
     return isinstance(value, dict)
 
 
@@ -88,10 +83,7 @@ def require_whole(**values: object) -> None:
 def other_kind(data: object, otherwise: str, before: str = '') -> str:
     """Name the kind of a file that was given for another, and the cure.
 
-    Args:
-        data: of the file.
-        otherwise: to return where it is of no known kind.
-        before: that comes before the answer.
+    `otherwise` is returned where the data is of no known kind; `before` precedes the answer.
     """
     found = set(data) if is_object(data) else set[str]()
     for fields, what in _KINDS:
@@ -101,26 +93,18 @@ def other_kind(data: object, otherwise: str, before: str = '') -> str:
 
 
 def is_list(value: object) -> TypeGuard[list[Any]]:
-    """Return whether `value` is a list."""
+    """Check that `value` is a list."""
     return isinstance(value, list)
 
 
 def require(
     data: object, fields: Mapping[str, Check], optional: Mapping[str, Check] | None = None
 ) -> None:
-    """Check that `data` is an object of these fields.
-
-    Args:
-        data: as `loads` returned it.
-        fields: that must be there, each with the check of its value.
-        optional: the same, of those that may be.
-
-    Raises:
-        ValueError: one lacks, is not known, or is of another type; the message names it.
-    """
+    """Check that `data` is an object of these fields."""
     known = {**fields, **(optional or {})}
     if not is_object(data):
-        raise ValueError(f'{_short(data)} is not an object with the fields {", ".join(known)}')
+        said = _short(data)
+        raise ValueError(f'{said} is not an object with the fields {", ".join(known)}')
     for name, value in data.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -128,73 +112,64 @@ def require(
             raise ValueError(f'field {name!r} is not known{hint}: there are {", ".join(known)}')
         wanted = known[name](value)
         if wanted is not None:
-            raise ValueError(f'{name!r}: {_short(value)} is not {wanted}')
+            said = _short(value)
+            raise ValueError(f'{name!r}: {said} is not {wanted}')
     for name in fields:
         if name not in data:
             raise ValueError(f'field {name!r} is missing')
 
 
-def anything(value: object) -> None:
-    """Check a value that is checked elsewhere, or not read."""
-
-
-def integer(value: object) -> str | None:
-    """Check an int; true and 1.0 are none."""
-    return None if isinstance(value, int) and not isinstance(value, bool) else 'an integer'
-
-
-def number(value: object) -> str | None:
-    """Check an int or a float."""
-    fits = isinstance(value, int | float) and not isinstance(value, bool)
-    return None if fits else 'a number'
-
-
-def text(value: object) -> str | None:
-    """Check text that a terminal can show: no control characters."""
-    fits = isinstance(value, str) and value.isprintable()
-    return None if fits else 'text without control characters'
-
-
-def string(value: object) -> str | None:
-    """Check text of any characters, which is read elsewhere."""
-    return None if isinstance(value, str) else 'text'
+def check(fits: Callable[[Any], bool], what: str) -> Check:
+    """Return the check of a value that `fits`; of others it says what they should be."""
+    return lambda value: None if fits(value) else what
 
 
 def one_of(*values: object) -> Check:
     """Return the check of one of some `values`; 1 is not true."""
-
-    def fits(value: object) -> str | None:
-        good = any(type(value) is type(each) and value == each for each in values)
-        return None if good else f'one of {", ".join(map(json.dumps, values))}'
-
-    return fits
+    return check(
+        lambda value: any(type(value) is type(each) and value == each for each in values),
+        f'one of {", ".join(map(json.dumps, values))}',
+    )
 
 
-def list_of(check: Check, entries: str, filled: bool = False) -> Check:
-    """Return the check of a list, each entry by `check`; `entries` says what they are.
-
-    Args:
-        check: of an entry.
-        entries: for the message.
-        filled: whether an empty list is refused.
-    """
-
-    def fits(value: object) -> str | None:
-        good = is_list(value) and all(check(entry) is None for entry in value)
-        good = good and (bool(value) or not filled)
-        return None if good else f'a list of {entries}'
-
-    return fits
+def list_of(entry: Check, entries: str, filled: bool = False) -> Check:
+    """Return the check of a list of `entries`, each by `entry`; `filled`: not empty."""
+    return check(
+        lambda value: (
+            is_list(value)
+            and bool(value or not filled)
+            and all(entry(each) is None for each in value)
+        ),
+        f'a list of {entries}',
+    )
 
 
-def object_of(check: Check, entries: str) -> Check:
-    """Return the check of an object, each value by `check`; `entries` says what they are."""
+def tuple_of(*entries: Check, what: str = '') -> Check:
+    """Return the check of a list of so many entries, each by its own; `what` it should be."""
+    return check(
+        lambda value: (
+            is_list(value)
+            and len(value) == len(entries)
+            and all(entry(each) is None for entry, each in zip(entries, value, strict=True))
+        ),
+        what,
+    )
 
-    def fits(value: object) -> str | None:
-        good = is_object(value) and all(check(entry) is None for entry in value.values())
-        return None if good else f'an object of {entries}'
 
-    return fits
+def object_of(entry: Check, entries: str) -> Check:
+    """Return the check of an object of `entries`, each value by `entry`."""
+    return check(
+        lambda value: is_object(value) and all(entry(each) is None for each in value.values()),
+        f'an object of {entries}',
+    )
+
+
+anything = check(lambda value: True, '')  # what is checked elsewhere, or not read
+integer = check(lambda x: isinstance(x, int) and not isinstance(x, bool), 'an integer')
+number = check(lambda x: isinstance(x, int | float) and not isinstance(x, bool), 'a number')
+# that a terminal can show; and of any characters, which is read elsewhere
+text = check(lambda x: isinstance(x, str) and x.isprintable(), 'text without control characters')
+string = check(lambda x: isinstance(x, str), 'text')
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -209,22 +184,18 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return made
 
 
-def _moderate(digits: str) -> int:
-    if len(digits) > _DIGITS:
-        raise ValueError(f'{digits[:_DIGITS]}… has {len(digits)} digits: give at most {_DIGITS}')
-    return int(digits)
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    return value if isfinite(value) else _not_finite(digits)
-
-
-def _not_finite(digits: str) -> float:
-    raise ValueError(f'{digits} is not a finite number')
+def _number(digits: str) -> float:
+    """Return an integer of not too many digits, or another finite number."""
+    if digits.lstrip('-').isdecimal():
+        if len(digits) > _DIGITS:
+            shown = f'{digits[:_DIGITS]}… has {len(digits)} digits'
+            raise ValueError(f'{shown}: give at most {_DIGITS}')
+        return int(digits)
+    if not isfinite(value := float(digits)):
+        raise ValueError(f'{digits} is not a finite number')
+    return value
 
 
 def _short(value: object) -> str:
-    """Return the value as JSON, cut where it is long."""
     said = json.dumps(value)
     return said if len(said) <= 60 else said[:59] + '…'

@@ -19,25 +19,21 @@ from types import MappingProxyType
 from megatron_zbpp.ir.graph import Applied, Collective, Graph, Hold, Kind, Need, Task, chain
 
 _Technique = Callable[..., Graph]
-# Folders of the library's own, by the names that files have; imported when they are asked for.
+# Modules of the library's own, by the names that files have; imported when they are asked for.
 _MODULES = {
     'recompute': 'recompute',
     'offload': 'offload',
-    'sliced': 'slices',
-    'exchanging_context': 'slices',
-    'split_embedding': 'vocabulary',
-    'split_vocabulary': 'vocabulary',
-    'updating': 'updates',
+    'sliced': 'slices.graph',
+    'exchanging_context': 'slices.graph',
+    'split_embedding': 'vocabulary.graph',
+    'split_vocabulary': 'vocabulary.graph',
+    'updating': 'updates.versions',
 }
 _REGISTERED: dict[str, _Technique] = {}
 
 
 def register(technique: _Technique) -> _Technique:
-    """Enter a function from graph to graph under its name, by which files find it; return it.
-
-    Raises:
-        ValueError: the name is one of the library's.
-    """
+    """Enter a function from graph to graph under its name, by which files find it; return it."""
     name = technique.__name__
     if name in _MODULES:
         raise ValueError(f'technique {name!r} is one of the library: choose another name')
@@ -47,7 +43,7 @@ def register(technique: _Technique) -> _Technique:
 
 def _find(name: str) -> _Technique:
     if name in _MODULES:
-        module = f'megatron_zbpp.techniques.{_MODULES[name]}.graph'
+        module = f'megatron_zbpp.techniques.{_MODULES[name]}'
         return getattr(importlib.import_module(module), name)
     if name not in _REGISTERED:
         known = ', '.join((*_MODULES, *_REGISTERED))
@@ -59,15 +55,7 @@ def _find(name: str) -> _Technique:
 
 
 def applied(num_stages: int, techniques: Iterable[tuple[str, tuple[object, ...]]]) -> Graph:
-    """Return the graph that these techniques make of a plain pipeline.
-
-    Args:
-        num_stages: S.
-        techniques: name and arguments of each, first to last.
-
-    Raises:
-        ValueError: no such technique, or arguments that it does not take.
-    """
+    """Return the graph that these techniques make of a plain pipeline."""
     return _rebuilt(num_stages, [(_find(name), arguments) for name, arguments in techniques])
 
 
@@ -82,20 +70,14 @@ def _rebuilt(num_stages: int, techniques: Iterable[tuple[_Technique, tuple[objec
     return graph
 
 
-def _reduced(graph: Graph) -> tuple[Callable[..., Graph], tuple[object, ...]]:
-    steps = [(_find(name), arguments) for name, arguments in graph.techniques]
-    return _rebuilt, (graph.num_stages, steps)
-
-
-copyreg.pickle(Graph, _reduced)  # small, and made anew where it arrives
+copyreg.pickle(  # small, and made anew where it arrives
+    Graph,
+    lambda graph: (_rebuilt, (graph.num_stages, [(_find(n), a) for n, a in graph.techniques])),
+)
 
 
 def known_stages(graph: Graph, stages: Iterable[int]) -> tuple[int, ...]:
-    """Return `stages`, ascending, each once.
-
-    Raises:
-        ValueError: one is not of the graph.
-    """
+    """Return `stages`, ascending, each once."""
     chosen = tuple(sorted(set(stages)))
     for stage in chosen:
         if stage not in range(graph.num_stages):

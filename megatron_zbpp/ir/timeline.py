@@ -7,7 +7,7 @@ from functools import cached_property
 from math import fsum
 
 from megatron_zbpp.ir import Pass, Schedule
-from megatron_zbpp.ir.compiled import compiled
+from megatron_zbpp.ir.graph import compiled
 
 # What stands under every table and picture that shows the two.
 MEANING = 'idle: share of all GPU time; bubble: share of the window the busiest rank idles'

@@ -1,87 +1,72 @@
 """Checks and prepares a configuration of Megatron-Bridge: see `megatron_zbpp.bridge`.
 
-Bridge has no command line. Its configuration is read as Megatron's arguments are, and what the
-command line would write into those is written into it.
+It is read as Megatron's arguments are, and written into as the command line writes into those.
 """
 
 from __future__ import annotations
 
-import os
-import re
+import importlib
 from argparse import Namespace
-from dataclasses import replace
 from typing import Any
 
-from megatron_zbpp.ir import Placement, Schedule
-from megatron_zbpp.mcore import model_settings, preflight
-from megatron_zbpp.mcore.command_line import sizes
-from megatron_zbpp.mcore.command_line.naming import FLAG_OF, renaming
-from megatron_zbpp.mcore.job import rules_table
-from megatron_zbpp.mcore.layout import BRIDGE_FIELDS, StageLayout
+from megatron_zbpp.mcore import enabled, model_settings
+from megatron_zbpp.mcore.job import rules
+from megatron_zbpp.mcore.job.resolve import Facts, Job, resolve
+from megatron_zbpp.mcore.layout import StageLayout
 from megatron_zbpp.mcore.programs import Programs
-from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.mcore.settings import BY_BRIDGE, PLACING, Request, Settings
 from megatron_zbpp.runtime.log import job_log
 
-# Megatron's arguments, and Bridge's fields where those have another name
+# Bridge's fields of Megatron's arguments that place layers
 _FIELDS = {
-    **BRIDGE_FIELDS,
-    'num_virtual_stages_per_pipeline_rank': 'virtual_pipeline_model_parallel_size',
-}
-# what messages call by a flag, where Bridge has it under another name than the flag's
-_CALLED = {
-    'num_layers': 'model.num_layers',
-    **{name: f'model.{field}' for name, field in _FIELDS.items()},
-    'rope_fusion': 'apply_rope_fusion',
-    'fp8_format': 'fp8',
-    'fp4_format': 'fp4',
-    'untie_embeddings_and_output_weights': 'share_embeddings_and_output_weights=False',
+    name: BY_BRIDGE.of(name).removeprefix('model.')
+    for name in (*PLACING, 'num_virtual_stages_per_pipeline_rank')
 }
 _OF_TRAINING = ('micro_batch_size', 'global_batch_size', 'rampup_batch_size')
 _OPTIONS = ('exit_duration_in_mins', 'exit_signal_handler')
 # what `config.comm_overlap` writes into the model's configuration when Bridge validates it
-_TAKEN_BACK = rules_table.settings(rules_table.SUPERSEDED)
-_OVERLAPS = ('tp_comm_overlap', model_settings.OVERLAP, *_TAKEN_BACK)
+_SUPERSEDED = rules.settings(rules.SUPERSEDED)
+_OVERLAPS = ('tp_comm_overlap', model_settings.OVERLAP, *_SUPERSEDED)
 
 
-def _by_fields(message: str) -> str:
-    """Return a message with Bridge's fields, and arguments of `enable`, in place of flags."""
-    for argument, own in FLAG_OF.items():
-        message = re.sub(rf'{own}(?![\w-])', argument, message)
-    return re.sub(r'--(no-)?([a-z][a-z0-9-]+)', _field, message)
+def prepare(config: Any, settings: Settings) -> Job:
+    """Check `config`, a `ConfigContainer`, and write the layout of the layers into it.
 
-
-def _field(found: re.Match[str]) -> str:
-    name = found[2].replace('-', '_')
-    return _CALLED.get(name, name) + ('=False' if found[1] else '')
-
-
-@renaming(_by_fields)
-def prepare(config: Any, settings: Settings) -> Settings:
-    """Check `config` for a schedule, and write the layout of the layers into it.
-
-    Args:
-        config: a `ConfigContainer`.
-        settings: what is asked for.
-
-    Returns:
-        The settings, with chunks that `config` asks for, and its values, which all ranks must have
-        alike.
-
-    Raises:
-        ValueError: a setting that cannot work, with the cure.
-        NotImplementedError: a setting that is refused, with the cure.
+    Settings of the job have the chunks that `config` asks for, and its values, which all ranks must
+    have alike.
     """
     args = _arguments(config)
-    settings = replace(settings, flags=dict(vars(args)))
-    ranks = args.pipeline_model_parallel_size
-    if ranks == 1:
-        job_log.warning('one pipeline rank has no pipeline: the schedule changes nothing')
-        return settings
-    if not isinstance(settings.schedule, Schedule) and settings.num_chunks is None:
-        settings = replace(settings, num_chunks=sizes.chunks_for(args, settings.schedule))
-    if settings.same_start is True:
-        settings = replace(settings, same_start=sizes.stock_layout(args) or True)
-    programs = Programs(settings)
+    # `rerun_mode` counts as given: by default there are no such checks
+    facts = Facts.here(args, ('rerun_mode',), _programs, by_bridge=True)
+    job = resolve(Request.of(settings, BY_BRIDGE, flags=dict(vars(args))), facts)
+    job.require()
+    if job.programs is None:
+        job_log.warning(job.notes[0])
+        return job
+    model = _transformer(config)
+    for held in (model, config.comm_overlap):
+        for name in _SUPERSEDED:
+            if getattr(held, name, False) and name in job.writes:
+                setattr(held, name, job.writes[name])
+    before = model.pipeline_model_parallel_layout
+    for name, field in _FIELDS.items():
+        setattr(model, field, job.writes.get(name, getattr(args, name)))
+    assert job.placement is not None
+    chunks = job.placement.num_chunks
+    model.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+    layout = model.pipeline_model_parallel_layout
+    if layout is not None:
+        StageLayout(job.placement, layout)  # raises where it has another number of stages
+    if layout != before:
+        job.notes.append(f'model.pipeline_model_parallel_layout: {layout}')
+    for note in job.notes:
+        job_log.info(note)
+    return job
+
+
+def _programs(settings: Settings) -> Programs:
+    """Return the programs of a schedule that Bridge can train."""
+    programs = enabled.programs_of(settings)
     if programs.num_replicas > 1:
         raise NotImplementedError(
             f'with schedule {programs.key}, a chunk may read the data of another replica, which '
@@ -92,30 +77,7 @@ def prepare(config: Any, settings: Settings) -> Settings:
             f'schedule {programs.key} is asynchronous, which nobody has tried in Megatron-Bridge: '
             "train in NVIDIA's loop or your own, or take a synchronous schedule, such as zb-v"
         )
-    placement = programs.placement(ranks)
-    machine = preflight.machine()
-    refused = preflight.refused(args, programs, ranks, **machine, by_bridge=True)
-    reasons = dict.fromkeys(map(str, refused))
-    if reasons:
-        raise NotImplementedError(f'with schedule {programs.key}, ' + '. '.join(reasons))
-    counts = sizes.microbatches(args, int(os.environ.get('WORLD_SIZE', 1)))
-    settings, found = preflight.with_slices(settings, args, ranks, counts)
-    if found:
-        job_log.info(found)
-        programs = Programs(settings)
-    programs.join(getattr(args, model_settings.OVERLAP, False))
-    for count in sorted(counts):
-        programs.lowered(ranks, count, forward_only=False)
-    sizes.require_every_size(args, int(os.environ.get('WORLD_SIZE', 1)), programs)
-    taken = (_transformer(config), config.comm_overlap)
-    words = (each for held in taken for each in preflight.take_back(held, programs.splits(ranks)))
-    for each in dict.fromkeys(words):
-        job_log.info(each)
-    _place_layers(_transformer(config), args, placement)
-    if settings.post_validation is not None:
-        for each in preflight.barriers(args, placement):
-            job_log.warning(f'all ranks wait: {each}')
-    return settings
+    return programs
 
 
 def _transformer(config: Any) -> Any:
@@ -137,11 +99,24 @@ def _arguments(config: Any) -> Namespace:
     values |= {name: getattr(config.train, name, None) for name in (*_OF_TRAINING, *_OPTIONS)}
     evaluation = vars(getattr(config, 'validation', None) or config.train)
     values |= {name: each for name, each in evaluation.items() if name.startswith('eval_')}
-    values |= _overlaps(config)
+    # what Bridge writes into the model's configuration when it validates that
+    precision, overlaps = getattr(config, 'mixed_precision', None), config.comm_overlap
+    if isinstance(precision, str):
+        recipes = importlib.import_module('megatron.bridge.training.mixed_precision')
+        precision = recipes.get_mixed_precision_config(precision)
+    if precision is not None:
+        values |= {name: each for name, each in vars(precision).items() if hasattr(model, name)}
+    if overlaps is not None:
+        values |= {name: bool(getattr(overlaps, name, False)) for name in _OVERLAPS}
+        # else Bridge warns, and leaves it
+        shared = model.tensor_model_parallel_size > 1 and model.sequence_parallel
+        values['tp_comm_overlap'] &= shared
     tied = getattr(config.model, 'share_embeddings_and_output_weights', False)
     values |= {
         'num_layers_per_virtual_pipeline_stage': None,
         'untie_embeddings_and_output_weights': not tied,
+        'swiglu': values.get('gated_linear_unit', False),
+        'group_query_attention': bool(values.get('num_query_groups')),
         'hybrid_layer_pattern': getattr(config.model, 'hybrid_layer_pattern', None),
         'num_experts': values.get('num_moe_experts'),
         'rerun_mode': config.rerun_state_machine.rerun_mode,
@@ -153,28 +128,3 @@ def _arguments(config: Any) -> Namespace:
         'dist.use_decentralized_pg': config.dist.use_decentralized_pg,
     }
     return Namespace(**values)
-
-
-def _overlaps(config: Any) -> dict[str, bool]:
-    asked, model = config.comm_overlap, _transformer(config)
-    if asked is None:
-        return {}
-    values = {name: bool(getattr(asked, name, False)) for name in _OVERLAPS}
-    # else Bridge warns, and leaves it
-    values['tp_comm_overlap'] &= model.tensor_model_parallel_size > 1 and model.sequence_parallel
-    return values
-
-
-def _place_layers(model: Any, args: Namespace, placement: Placement) -> None:
-    """Write the layout of the layers into the configuration of the model."""
-    before = model.pipeline_model_parallel_layout
-    sizes.place_layers(args, placement)
-    for name, field in _FIELDS.items():
-        setattr(model, field, getattr(args, name))
-    chunks = placement.num_chunks
-    model.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
-    layout = model.pipeline_model_parallel_layout
-    if layout is not None:
-        StageLayout(placement, layout)  # raises where it has another number of stages
-    if layout != before:
-        job_log.info(f'model.pipeline_model_parallel_layout: {layout}')

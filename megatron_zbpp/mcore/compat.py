@@ -11,13 +11,12 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core import rerun_state_machine, utils
-from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
@@ -47,13 +46,8 @@ set_random_states = random._set_all_rng_states
 
 @functools.cache
 def takes(function: Callable, parameter: str) -> bool:
-    """Return whether `function` has a parameter of that name."""
+    """Return True if `function` has a parameter of that name."""
     return parameter in inspect.signature(function).parameters
-
-
-def training_step() -> int | None:
-    """Return how many steps NVIDIA's loop has taken by now; None: another loop trains."""
-    return getattr(training_arguments(), 'curr_iteration', None)
 
 
 def training_arguments() -> Any:
@@ -65,9 +59,8 @@ def training_arguments() -> Any:
 def rerun_mode() -> str | None:
     """Return how NVIDIA's loop runs iterations again, after faults or to compare; None: never."""
     machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
-    if machine is None or machine.get_mode() == rerun_state_machine.RerunMode.DISABLED:
-        return None
-    return machine.get_mode().value
+    mode = None if machine is None else machine.get_mode()
+    return None if mode in (None, rerun_state_machine.RerunMode.DISABLED) else mode.value
 
 
 @contextmanager
@@ -83,15 +76,9 @@ def another_rerun_machine() -> Iterator[None]:
         rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE = own
 
 
-def hooks_want_gradients(models: Iterable[torch.nn.Module]) -> bool:
-    """Return whether DistributedDataParallel's hooks fail where a parameter has no gradient."""
-    configs = (getattr(model, 'ddp_config', None) for model in models)
-    return any(getattr(config, 'overlap_grad_reduce', False) for config in configs)
-
-
 @functools.cache
 def tells_all_stages_of_sequences() -> bool:
-    """Return whether NVIDIA's batches tell each stage where packed sequences end: from 0.19 on."""
+    """Return True if NVIDIA's batches tell each stage where packed sequences end: from 0.19 on."""
     batches = getattr(utils, 'get_batch_on_this_tp_rank', None)
     return batches is not None and 'has_cu_seqlens' in inspect.signature(batches).parameters
 
@@ -103,54 +90,40 @@ def tensor_shapes(groups: Any, **sizes: Any) -> list[Any]:
     return schedules.get_tensor_shapes(**sizes, **{n: g for n, g in named.items() if n in asked})
 
 
+def _imported(name: str) -> Any:
+    """Return a module of Megatron; None: this release has none of that name."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return None
+
+
 @functools.cache
 def segments_module() -> str | None:
-    """Return where hybrid models ask for the layers of a stage; None: they know one chunk a rank.
-
-    They do from 0.17 on.
-    """
-    for name in (
+    """Return where hybrid models ask for the layers of a stage, from 0.17 on; None: nowhere."""
+    names = (
         'megatron.core.models.hybrid.hybrid_layer_allocation',
         'megatron.core.ssm.mamba_hybrid_layer_allocation',
-    ):
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError:
-            continue
-        if hasattr(module, SELECT_SEGMENT):
-            return name
-    return None
+    )
+    return next((name for name in names if hasattr(_imported(name), SELECT_SEGMENT)), None)
 
 
 def models_and_stacks() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Return the models whose layers stages share out, and what builds their layers.
-
-    Modules and classes; those of hybrid models have other names from 0.18 on.
-    """
+    """Return module and class of the models whose layers stages share out, and of their stacks."""
     models = 'megatron.core.models'
     hybrid = f'{models}.hybrid.hybrid_model', 'HybridModel'
     stack = f'{models}.hybrid.hybrid_block', 'HybridStack'
     if importlib.util.find_spec(f'{models}.hybrid') is None:
         hybrid = f'{models}.mamba.mamba_model', 'MambaModel'
         stack = 'megatron.core.ssm.mamba_block', 'MambaStack'
-    return (
-        [
-            (f'{models}.gpt.gpt_model', 'GPTModel'),
-            (f'{models}.bert.bert_model', 'BertModel'),
-            hybrid,
-        ],
-        [('megatron.core.transformer.transformer_block', 'TransformerBlock'), stack],
-    )
+    plain = (f'{models}.gpt.gpt_model', 'GPTModel'), (f'{models}.bert.bert_model', 'BertModel')
+    block = 'megatron.core.transformer.transformer_block', 'TransformerBlock'
+    return [*plain, hybrid], [block, stack]
 
 
 def hybrid_model() -> str | None:
     """Return the module of `HybridModel`; None: this release has none, as until 0.17."""
-    name = 'megatron.core.models.hybrid.hybrid_model'
-    try:
-        importlib.import_module(name)
-    except ModuleNotFoundError:
-        return None
-    return name
+    return getattr(_imported('megatron.core.models.hybrid.hybrid_model'), '__name__', None)
 
 
 def backward_arguments(model: torch.nn.Module, config: Any) -> tuple[Any, ...]:
@@ -162,10 +135,8 @@ def backward_arguments(model: torch.nn.Module, config: Any) -> tuple[Any, ...]:
 
 def combined_step(config: Any) -> Callable:
     """Return Megatron's combined step, its streams made ready as `config` asks."""
-    if takes(pipeline_utils.set_streams, 'high_priority'):  # from 0.18
-        streams = {'high_priority': config.high_priority_a2a_comm_stream}
-    else:
-        streams = {}
+    priority = takes(pipeline_utils.set_streams, 'high_priority')  # from 0.18
+    streams = {'high_priority': config.high_priority_a2a_comm_stream} if priority else {}
     pipeline_utils.set_streams(**streams)
     return combined_1f1b.combined_forward_backward_step
 
@@ -176,10 +147,7 @@ def offloading() -> Any:
 
 
 def forgets_modules_that_stay() -> bool:
-    """Return whether Megatron's own offloading keeps no record of modules that are not offloaded.
-
-    Those that know modules by name when they go: 0.19 at the latest, not 0.16.
-    """
+    """Return True if Megatron's own offloading forgets what stays: 0.19 at the latest, not 0.16."""
     return takes(fine_grained_activation_offload.ChunkOffloadHandler.bulk_offload, 'name')
 
 
@@ -195,7 +163,7 @@ def get_batch_module() -> str:
 
 
 def nvtx_enabled() -> bool:
-    """Return whether a program has asked for Megatron's ranges by `configure_nvtx_profiling`."""
+    """Return True if a program has asked for Megatron's ranges by `configure_nvtx_profiling`."""
     return utils._nvtx_enabled
 
 
@@ -217,11 +185,6 @@ def logged_mtp_losses() -> dict[str, Any]:
     return MTPLossLoggingHelper.tracker
 
 
-def has_tensor_norms() -> bool:
-    """Return whether norms of gradients are float32 tensors; else they are roots in float64."""
-    return getattr(clip_grads, SCALE_BY_TENSOR, None) is not None
-
-
 def model_copies(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield each parameter that `optimizer` steps in float32, and its copy in the model."""
     if isinstance(optimizer, DistributedOptimizer):
@@ -235,22 +198,19 @@ def model_copies(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, t
 
 
 def gradient(optimizer: MegatronOptimizer, parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient by which `optimizer` steps the parameter.
-
-    One that keeps the weights itself may have gradients of another type than the parameter's.
-    """
+    """Return the gradient by which `optimizer` steps the parameter, maybe of another type."""
     if getattr(optimizer.config, 'use_precision_aware_optimizer_no_fp8_or_ds_fp8', False):
         return getattr(parameter, 'decoupled_grad', None)
     return parameter.grad
 
 
 def shares_out_layers(optimizer: MegatronOptimizer) -> bool:
-    """Return whether its ranks step some layers each and then gather all: Muon's, and its like."""
+    """Return True if its ranks step some layers each and then gather all: Muon's, and its like."""
     return type(optimizer) is LayerWiseDistributedOptimizer
 
 
 def gathers_buffers(optimizer: MegatronOptimizer) -> bool:
-    """Return whether DDP gathers the stepped shards in the buffers of its model chunks.
+    """Return True if DDP gathers the stepped shards in the buffers of its model chunks.
 
     So it is with the distributed optimizer, and with layers that ranks share out where they lie in
     buffers cut for that: possible from 0.18 on, done by NVIDIA's script from 0.20 on.
@@ -260,44 +220,15 @@ def gathers_buffers(optimizer: MegatronOptimizer) -> bool:
 
 
 def gathers_layers(optimizer: MegatronOptimizer) -> bool:
-    """Return whether its ranks gather by themselves the layers that they share out."""
+    """Return True if its ranks gather by themselves the layers that they share out."""
     return shares_out_layers(optimizer) and not gathers_buffers(optimizer)
 
 
-def gathers_into_gradients(optimizer: MegatronOptimizer) -> bool:
-    """Return whether forwards gather layers into the memory of gradients: possible from 0.18 on."""
-    return gathers_layers(optimizer) and getattr(optimizer, 'overlap_param_gather', False)
-
-
-def gradient_buffers(chunk: Any) -> list[torch.Tensor]:
-    """Return the memory that DDP adds gradients to; none, where DDP does not wrap the chunk."""
-    return [buffer.grad_data for buffer in _buffers(chunk)]
-
-
-def parameter_buffers(chunk: Any) -> list[torch.Tensor]:
-    """Return the memory that parameters are views of: with the distributed optimizer only."""
-    found = (buffer.param_data for buffer in _buffers(chunk))
-    return [data for data in found if data is not None]
-
-
-def forget_gradients(chunk: Any) -> None:
-    """Set the gradients in DDP's buffers to zero, though their reduction be under way."""
-    if not _buffers(chunk):
-        return
-    if chunk.ddp_config.overlap_grad_reduce:
-        chunk.finish_grad_sync()
-    chunk.zero_grad_buffer()
-
-
-def _buffers(chunk: Any) -> list[Any]:
+def ddp_buffers(chunk: Any) -> list[Any]:
+    """Return the memory of gradients and parameters; none, where DDP does not wrap the chunk."""
     if not hasattr(chunk, 'expert_parallel_buffers'):
         return []
     return [*chunk.buffers, *chunk.expert_parallel_buffers]
-
-
-def gather_layers(optimizer: Any) -> None:
-    """Make all of its ranks have what each of them has stepped."""
-    optimizer.allgather_params()
 
 
 def forget_gathered(chunk: Any) -> None:

@@ -1,10 +1,9 @@
 """Seeds of dropout for each layer and microbatch, so that all schedules draw the same masks.
 
-A rank of Megatron's draws masks one after another, in the order of its passes: they depend on the
-placement. Here each layer of each microbatch begins with random states that follow from what the
-trackers of the first pipeline rank were seeded with, the step, the microbatch, the slice and the
-layer. So ranks of tensor and expert parallelism differ where stock Megatron's do. A forward that
-runs again, in a pass or within a backward, draws the same.
+A rank of Megatron's draws masks in the order of its passes. Here each layer of each microbatch
+begins with random states that follow from what the trackers of the first pipeline rank were seeded
+with, the step, the microbatch, the slice and the layer. Ranks of tensor and expert parallelism
+differ where stock Megatron's do. A forward that runs again draws the same.
 """
 
 from __future__ import annotations
@@ -52,19 +51,15 @@ class DropoutSeeds(Guest):
         self._collective: Callable[[str], AbstractContextManager[None]]
 
     def fingerprint(self) -> Mapping[str, object]:
-        """Return the setting, and the step that the training was resumed at."""
         return {'dropout seeds': True, 'step resumed at': self._first}
 
     def join(self, run: Run) -> None:
-        """Let the watchdog watch the exchange of seeds."""
         self._collective = run.collective
 
     def resume(self, step: int) -> None:
-        """Take note that so many steps were taken before, by the run that left the checkpoint."""
         self._step = self._first = step
 
     def before(self, step: int | None) -> None:
-        """Take note that a step begins; None: the one after the last."""
         self._step = self._step if step is None else step
 
     def after(self, iteration: Iteration, run: Run) -> None:
@@ -81,7 +76,7 @@ class DropoutSeeds(Guest):
                 self._hooked.add(model)
                 self._hook(model)
         if pp_group not in self._seeds:
-            self._seeds[pp_group] = self._exchange(pp_group, call.num_replicas)
+            self._seeds[pp_group] = self._exchange(pp_group, call.num_routes)
         evaluation = self._evaluations if call.arguments.forward_only else 0
         return functools.partial(self._pass, named, call, self._seeds[pp_group], evaluation)
 
@@ -137,34 +132,29 @@ class DropoutSeeds(Guest):
             self._set_back()
 
     def _set_back(self) -> None:
-        """Draw on as if the model had drawn nothing."""
         if self._before is not None:
             set_random_states(*self._before)
             self._before = None
 
     def _state(self, *of: object) -> torch.Tensor:
-        """Return the random state that follows from these."""
         assert self._generator is not None, 'a call has begun'
         found = hashlib.blake2b(repr(of).encode(), digest_size=8).digest()
         return self._generator.manual_seed(int.from_bytes(found, 'big') >> 1).get_state()
 
-    def _exchange(self, pp_group: dist.ProcessGroup, replicas: int) -> list[Mapping[str, int]]:
+    def _exchange(self, pp_group: dist.ProcessGroup, num_routes: int) -> list[Mapping[str, int]]:
         """Return the seeds of the first pipeline rank of each replica, by name of their states."""
         ranks = '-'.join(map(str, dist.get_process_group_ranks(pp_group)))
         number = _exchanged[pp_group] = _exchanged.get(pp_group, 0) + 1
         key = f'megatron_zbpp dropout seeds {ranks} {pp_group.group_name} {number}'
         store: Any = another_client(default_store())
         rank = pp_group.rank()
-        if rank < replicas:  # pipeline rank by pipeline rank
-            store.set(f'{key} {rank}', pickle.dumps(self._own_seeds()))
+        if rank < num_routes:  # pipeline rank by pipeline rank
+            _, default, tracked = random_states()
+            assert self._generator is not None, 'a call has begun'
+            seeds = {}
+            for name, state in {**tracked, _DEFAULT: tracked.get(_AS_DEFAULT, default)}.items():
+                self._generator.set_state(state)
+                seeds[name] = self._generator.initial_seed()
+            store.set(f'{key} {rank}', pickle.dumps(seeds))
         with self._collective('seeds of dropout of the first pipeline rank'):
-            return [pickle.loads(store.get(f'{key} {each}')) for each in range(replicas)]
-
-    def _own_seeds(self) -> dict[str, int]:
-        _, default, tracked = random_states()
-        assert self._generator is not None, 'a call has begun'
-        seeds = {}
-        for name, state in {**tracked, _DEFAULT: tracked.get(_AS_DEFAULT, default)}.items():
-            self._generator.set_state(state)
-            seeds[name] = self._generator.initial_seed()
-        return seeds
+            return [pickle.loads(store.get(f'{key} {each}')) for each in range(num_routes)]

@@ -1,9 +1,8 @@
 """Training faces: the protocol between a training and the techniques of its schedule.
 
-A face is the part of one technique in training, in the module `mcore.techniques.NAME`, which is
-imported with schedules of that technique alone. A session makes each face once and asks it before
-each call; a face overrides the methods that it needs, as a guest does. Faces import the rooms of
-Megatron; this module imports none of them, and so names their types in comments.
+A face is the part of a technique in training, in the module `mcore.techniques.NAME`, which is
+imported with its schedules alone. A session makes each face once and asks it before each call; a
+face overrides the methods that it needs. This module imports no room of Megatron.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megatron_zbpp.mcore.lowered import Lowered
-from megatron_zbpp.runtime.actions import Action
 from megatron_zbpp.runtime.channels import Message
-from megatron_zbpp.runtime.stage import RunTogether, Wrapper
+from megatron_zbpp.runtime.stage import Action, RunTogether, Wrapper
 
 if TYPE_CHECKING:
-    from megatron_zbpp.ir import Schedule
-    from megatron_zbpp.runtime.endless import EndlessTraining
+    from megatron_zbpp.ir import Placement, Schedule
     from megatron_zbpp.runtime.executor import Executor
     from megatron_zbpp.runtime.tables import Tables
 
@@ -36,7 +33,7 @@ Wrap = Callable[[Any], Wrapper]
 class CallContext(NamedTuple):
     """One call of Megatron's, as far as it is known before stages are made."""
 
-    arguments: Any  # `iteration.arguments.Arguments`
+    arguments: Any  # `iteration.stages.Arguments`
     lowered: Lowered
     next_iteration: Any  # `iteration.batch.NextIteration`
     chunks: Sequence[torch.nn.Module]  # of this rank, unwrapped
@@ -57,6 +54,8 @@ class Face:
     nest: int  # its place among wrappers: the innermost has the least
     name: str  # of the technique
     comparable: bool = True  # whether measured times tell the times of other schedules
+    simulated: bool = True  # whether a simulation of one call tells the time of an iteration
+    no_side_task: str | None = None  # why no side task runs beside the schedule, and the cure
     no_hops: str | None = None  # the cure where stages exchange several tensors, or wider ones
     takes_wide: bool = False  # `no_hops` is about several tensors alone
     stays_alone: str | None = None  # why the chunks of a rank cannot run by themselves
@@ -65,17 +64,21 @@ class Face:
     def __init__(self, session: Any) -> None:
         self.session = session
 
-    @property
-    def endless(self) -> EndlessTraining | None:
-        """The training whose pipeline never drains; None: each call drains."""
-        return None
-
     def patches(self) -> Iterator[Any]:
         """Yield the patches of Megatron, before models are built."""
         yield from ()
 
     def require(self, chunk: torch.nn.Module) -> None:
         """Raise NotImplementedError for a chunk, unwrapped, that does not train so."""
+
+    def allow(self, size: int) -> None:
+        """Raise ValueError for a data-parallel size on which the schedule cannot run."""
+
+    def data_parallel_rank(self, chunk: int) -> int | None:
+        """Return the data-parallel rank whose data a chunk of this rank reads; None: its own."""
+
+    def pipeline(self, groups: Any) -> Any:
+        """Return the group of the ranks that run one schedule; None: those of a pipeline."""
 
     def settle(self, arguments: Any, config: Any, num_ranks: int) -> None:
         """Settle what was left open until the first call, alike on all ranks."""
@@ -90,20 +93,31 @@ class Face:
     def next_iteration(self) -> Any:
         """Return the forwards of the next iteration; None: those of post-validation, if any."""
 
+    def optimizer_steps(self) -> Any:
+        """Return the taker of optimizer steps, such as `AsynchronousSteps`; None: Megatron."""
+
+    def finish_step(self) -> None:
+        """Take the optimizer step that is begun, if one is."""
+
     def announced(self, lowered: Lowered) -> Schedule:
         """Return the schedule that the user is told of, before the first call."""
         return lowered.schedule
 
     def drains(self, forward_only: bool) -> bool:
-        """Return whether a synchronous schedule runs in this call; asked once a call."""
+        """Return True if a synchronous schedule runs in this call; asked once a call."""
         return False
 
     def begin(self, context: CallContext) -> Wrap | None:
-        """Return the maker of wrappers; None: the technique is not at work in this call.
+        """Return the maker of wrappers; None: the technique is not at work in this call."""
 
-        Raises:
-            NotImplementedError: the model or the call is unsupported; names the cure.
-        """
+    def data(
+        self, stages: Sequence[int], data: Sequence[Iterator | None]
+    ) -> Sequence[Iterator | None]:
+        """Return the data that the stages of this rank read in a call."""
+        return data
+
+    def ended(self, placement: Placement, pipeline: Any) -> None:
+        """Take note that the passes of a call have ended, on the ranks of `pipeline`."""
 
     def passes(self, stages: Sequence[Any], context: CallContext) -> Passes:
         """Return the technique's own passes on this rank, of wrapped stages."""

@@ -2,13 +2,14 @@
 
 Megatron asks `TransformerConfig.pipeline_model_parallel_layout` for layer counts, offsets, layer
 numbers and so the names in sharded checkpoints. Its own layout can express loops only;
-`StageLayout` answers the same questions for any placement.
-
-Where the loss is: see `programs`; where the first stage is: see `patches.placement`.
+`StageLayout` answers the same questions for any placement. NVIDIA's builders call some of their
+specification functions without `vp_stage`; so the chunk that is being built is noted.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,12 +17,12 @@ from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlock, get_num_layers_to_build
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.layout import layout_string
-from megatron_zbpp.mcore import building, compat, model_settings
+from megatron_zbpp.mcore import compat, model_settings
 
 # They divide their pattern among the stages, and have no layout.
 _HYBRID_MODELS = ('HybridModel', 'MambaModel')
@@ -33,15 +34,7 @@ _PATTERNS = (
     'no_rope_freq',
     'heterogeneous_block_specs',
 )
-# Megatron's arguments that place layers, by their names in Megatron-Bridge
-BRIDGE_FIELDS = {
-    'pipeline_model_parallel_layout': 'pipeline_model_parallel_layout',
-    'decoder_first_pipeline_num_layers': 'num_layers_in_first_pipeline_stage',
-    'decoder_last_pipeline_num_layers': 'num_layers_in_last_pipeline_stage',
-    'account_for_embedding_in_pipeline_split': 'account_for_embedding_in_pipeline_split',
-    'account_for_loss_in_pipeline_split': 'account_for_loss_in_pipeline_split',
-}
-LETTERS = {
+_LETTERS = {
     LayerType.embedding: 'E',
     LayerType.decoder: 't',
     LayerType.mtp: 'm',
@@ -54,17 +47,6 @@ class StageLayout(PipelineParallelLayerLayout):
 
     While the plugin is enabled, `TransformerConfig` makes one of a layout in Megatron's own
     language, whose stages are in model order as ever.
-
-    Args:
-        placement: which rank holds which stage, all ranks the same number of chunks.
-        layout: the layers of each stage, as Megatron's flag or as lists.
-
-    Attributes:
-        stages: the layers of each, in model order.
-
-    Raises:
-        ValueError: another number of stages than the placement has, or multi-token prediction in a
-            stage before the loss where that is not laid out in a loop.
     """
 
     # not among its vars: Megatron-Bridge sets all of those anew in a copy, down to their own
@@ -83,7 +65,7 @@ class StageLayout(PipelineParallelLayerLayout):
         by_chunk = [stages[stage] for chunk in zip(*held, strict=True) for stage in chunk]
         super().__init__(by_chunk, placement.num_ranks)
         self.input_data = layout
-        self.stages = [
+        self.stages = [  # the layers of each, in model order
             self.layout[rank][chunk]
             for rank, chunk in zip(placement.only_route, placement.chunks, strict=True)
         ]
@@ -102,10 +84,7 @@ class StageLayout(PipelineParallelLayerLayout):
         return [stage.count(LayerType.decoder) for stage in self.stages]
 
     def get_layer_offset(
-        self,
-        layer_type: LayerType = LayerType.decoder,
-        vp_stage: int | None = None,
-        pp_rank: int | None = None,
+        self, layer_type: Any = LayerType.decoder, vp_stage: Any = None, pp_rank: Any = None
     ) -> int:
         """Return layers of `layer_type` in all stages before this one, in model order."""
         if pp_rank is None:
@@ -114,17 +93,14 @@ class StageLayout(PipelineParallelLayerLayout):
         return sum(stage.count(layer_type) for stage in self.stages[:own])
 
     def get_num_layers_to_build(
-        self,
-        layer_type: LayerType = LayerType.decoder,
-        vp_stage: int | None = None,
-        pp_rank: int | None = None,
+        self, layer_type: Any = LayerType.decoder, vp_stage: Any = None, pp_rank: Any = None
     ) -> int:
         """Return the layers of `layer_type` in this stage."""
         return super().get_num_layers_to_build(layer_type, self._chunk(vp_stage), pp_rank)
 
     def _chunk(self, vp_stage: int | None) -> int:
         """Return `vp_stage`; where it was not passed, the chunk that is being built."""
-        chunk = building.chunk_being_built() if vp_stage is None else vp_stage
+        chunk = chunk_being_built() if vp_stage is None else vp_stage
         if chunk is None and self.placement.num_chunks > 1:
             raise ValueError(
                 f'vp_stage is None, but each rank has {self.placement.num_chunks} model chunks: '
@@ -138,38 +114,25 @@ def text_of_stages(layout: str | list) -> str:
 
     >>> text_of_stages('Et*2|(t|)*2tL')
     'Ett|t|t|tL'
-
-    Args:
-        layout: as the flag, or as lists.
     """
     (stages,) = PipelineParallelLayerLayout(layout, 1).layout
-    return '|'.join(''.join(LETTERS[layer] for layer in stage) for stage in stages)
+    return _written(stages)
 
 
 def text_of(model: torch.nn.Module, placement: Placement) -> str | None:
-    """Return the layers of each stage in the language of Megatron's flag, as `Ett|tt|ttL`.
+    """Return the layers of each stage, as `Ett|tt|ttL`, by one unwrapped chunk of a model.
 
     None where no layout can be given: for hybrid models, and others than Megatron's.
-
-    Args:
-        model: a chunk, unwrapped.
-        placement: of the stages.
     """
-    if not isinstance(model, LanguageModule) or _hybrid(model) is not None:
-        return None
-    return text_by_config(model.config, placement)
+    plain = isinstance(model, LanguageModule) and _hybrid(model) is None
+    return text_by_config(model.config, placement) if plain else None
 
 
 def text_by_config(config: Any, placement: Placement) -> str:
-    """Return the layers of each stage of a model that is not hybrid, as `text_of`.
-
-    Args:
-        config: of the model.
-        placement: of the stages.
-    """
+    """Return the layers of each stage of a model that is not hybrid, as `text_of`."""
     layout = config.pipeline_model_parallel_layout
     if isinstance(layout, StageLayout):
-        return '|'.join(''.join(LETTERS[layer] for layer in stage) for stage in layout.stages)
+        return _written(layout.stages)
     chunks = placement.num_chunks
     counts = [
         get_num_layers_to_build(config, chunk if chunks > 1 else None, rank)
@@ -178,21 +141,22 @@ def text_by_config(config: Any, placement: Placement) -> str:
     return layout_string(counts, getattr(config, 'mtp_num_layers', None) or 0)
 
 
+def _written(stages: list[list[LayerType]]) -> str:
+    return '|'.join(''.join(_LETTERS[layer] for layer in stage) for stage in stages)
+
+
 def layers_alike(config: Any) -> bool:
-    """Return whether the decoder layers of a model of this config do the same.
+    """Return True if all decoder layers of a model of this config do the same.
 
     >>> from types import SimpleNamespace
     >>> [layers_alike(SimpleNamespace(moe_layer_freq=x)) for x in (1, [1, 1], [0, 1], 2)]
     [True, True, False, False]
     """
-    given = (getattr(config, name, None) for name in _PATTERNS)
-    return not any(_varies(value) for value in given)
-
-
-def _varies(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return len(set(value)) > 1
-    return value is True or (isinstance(value, int) and value > 1)
+    for value in (getattr(config, name, None) for name in _PATTERNS):
+        several = len({*value}) > 1 if isinstance(value, list | tuple) else False
+        if several or value is True or (isinstance(value, int) and value > 1):
+            return False
+    return True
 
 
 def _hybrid(model: torch.nn.Module) -> str | None:
@@ -203,23 +167,15 @@ def _hybrid(model: torch.nn.Module) -> str | None:
 def require_placed(model: torch.nn.Module, placement: Placement, config: Any = None) -> None:
     """Check that the layers of `model` are where the schedule has its stages.
 
-    What is none of Megatron's language models places its layers by itself.
-
-    Args:
-        model: unwrapped; it may be about to be built.
-        placement: of the schedule.
-        config: of the model; default: its own.
-
-    Raises:
-        NotImplementedError: its class knows no other places than a loop's.
-        ValueError: it is laid out as for Megatron's own schedules, in a loop.
+    `model` is unwrapped, and may be about to be built, of `config`. What is none of Megatron's
+    language models places its layers by itself.
     """
     if placement.is_loop or not isinstance(model, LanguageModule):
         return
     name = _hybrid(model)
-    if name is not None and compat.segments_module() is not None:
-        return  # their pattern is their layout; see patches.placement
     if name is not None:
+        if compat.segments_module() is not None:
+            return  # their pattern is their layout; see patches.placement
         reason, cure = model_settings.IN_A_LOOP
         raise NotImplementedError(f'{name} does not work with this schedule: {reason}; {cure}')
     layout = (config or model.config).pipeline_model_parallel_layout
@@ -233,7 +189,7 @@ def require_placed(model: torch.nn.Module, placement: Placement, config: Any = N
 
 
 def has_embedding(model: Any) -> bool:
-    """Return whether this chunk holds the word embedding, or a copy that is to stay equal to it.
+    """Return True if this chunk holds the word embedding, or a copy that is to stay equal to it.
 
     The output layer is one where it is tied, the embedding of multi-token prediction always.
     """
@@ -246,10 +202,54 @@ def has_embedding(model: Any) -> bool:
 
 def tied_copies(model: list[torch.nn.Module]) -> tuple[torch.nn.Parameter, ...]:
     """Return the word embedding and its copy, where two chunks here hold both."""
-    chunks: list[Any] = [
-        get_attr_wrapped_model(m, 'pre_process', return_model_obj=True) for m in model
-    ]
-    holders = [chunk for chunk in chunks if has_embedding(chunk)]
-    if len(holders) < 2:
-        return ()
-    return tuple(holder.shared_embedding_or_output_weight() for holder in holders)
+    chunks = (get_attr_wrapped_model(m, 'pre_process', return_model_obj=True) for m in model)
+    holders: list[Any] = [chunk for chunk in chunks if has_embedding(chunk)]
+    several = holders if len(holders) > 1 else []
+    return tuple(holder.shared_embedding_or_output_weight() for holder in several)
+
+
+_being_built: list[int] = []  # chunks
+
+
+def chunk_being_built() -> int | None:
+    """Return the index among this rank's chunks of the one that is being built; None: none is."""
+    return _being_built[-1] if _being_built else None
+
+
+def of_one_chunk(build: Callable) -> Callable:
+    """Wrap what builds each chunk of a rank: it raises if the model ignores which chunk it is."""
+
+    @functools.wraps(build)
+    def build_chunk(*args: Any, **kwargs: Any) -> Any:
+        chunk = kwargs.get('vp_stage')
+        if chunk is None:
+            return build(*args, **kwargs)
+        _being_built.append(chunk)
+        try:
+            model = build(*args, **kwargs)
+        finally:
+            _being_built.pop()
+        _require_chunk(model, chunk, name_of(build))
+        return model
+
+    return build_chunk
+
+
+def name_of(build: Callable) -> str:
+    """Return the name of a provider, through partial functions."""
+    while isinstance(build, functools.partial):
+        build = build.func
+    return getattr(build, '__qualname__', type(build).__name__)
+
+
+def _require_chunk(model: torch.nn.Module, chunk: int, builder: str) -> None:
+    for module in model.modules():
+        config: Any = getattr(module, 'config', None)
+        if not isinstance(module, TransformerBlock | LanguageModule):
+            continue
+        if config.pipeline_model_parallel_size > 1 and getattr(module, 'vp_stage', chunk) != chunk:
+            raise NotImplementedError(
+                f'{builder} does not pass vp_stage={chunk} to the {type(model).__name__} that it '
+                'builds, so that its layers take themselves for those of another chunk: pass it, '
+                'or take a schedule with one chunk a rank, such as zb-h1'
+            )

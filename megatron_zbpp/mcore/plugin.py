@@ -6,70 +6,51 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from math import isfinite
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megatron_zbpp.mcore import replicas
-from megatron_zbpp.mcore.iteration import forward_backward
-from megatron_zbpp.mcore.iteration.arguments import Arguments
-from megatron_zbpp.mcore.iteration.batch import Batch, NextIteration
-from megatron_zbpp.mcore.layers import linear, tied, transformer_engine
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_zbpp.mcore.iteration import preparation
+from megatron_zbpp.mcore.iteration.batch import NextIteration
+from megatron_zbpp.mcore.layers import linear, transformer_engine
 from megatron_zbpp.mcore.optimizer import stepping
 from megatron_zbpp.mcore.patches import placement, training_loop
 from megatron_zbpp.mcore.patches.registry import Patch, Registry
+from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.mcore.side_effects import isolated
-from megatron_zbpp.mcore.start import part_patches
-from megatron_zbpp.post_validation.protocol import PostValidation
 from megatron_zbpp.runtime.measure import Figures, Iteration
 
 if TYPE_CHECKING:
     from megatron_zbpp.guests.side_work import SideWork
-
-
-class _NothingAhead(NextIteration):
-    """The next iteration of a training whose forwards all wait for their call."""
-
-    def possible(self) -> bool:
-        return False
-
-    def replayed(self, iterator: Iterator | None) -> Iterator | None:
-        return iterator
-
-    def take(self, arguments: Arguments) -> Batch | None:
-        return None
-
-    def stands(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        pass
+    from megatron_zbpp.post_validation.protocol import PostValidation
 
 
 class Plugin:
     """Megatron with a schedule of ours; a context manager that disables it at its end.
 
     Args:
-        settings: what was asked for.
+        settings: of the schedule.
+        programs: of the settings; None: they are made now.
 
     Attributes:
-        settings: those.
+        settings: of the schedule.
         session: what the run knows.
 
     Raises:
         ValueError: settings that make no sense.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, programs: Programs | None = None) -> None:
         self.settings = settings
-        self.session = Session(settings)
+        self.session = Session(settings, programs)
         flights = (face.next_iteration() for face in self.session.faces)
-        self._flight = next((each for each in flights if each is not None), None)
-        self._next = self._flight or _NothingAhead()
+        self._next = next((each for each in flights if each is not None), NextIteration())
         early = None
-        if self._flight is None and self.session.post_validation is not None:
-            from megatron_zbpp.mcore.optimizer.early_steps import EarlySteps
-            from megatron_zbpp.mcore.optimizer.next_iteration import ForwardsAhead
+        if self.session.post_validation is not None:
+            from megatron_zbpp.mcore.optimizer.early_steps import EarlySteps, ForwardsAhead
 
             self._next = ahead = ForwardsAhead(self.session)
             early = EarlySteps(self.session, ahead)
@@ -105,23 +86,21 @@ class Plugin:
         """Run steps of something else while this rank waits for others; before training starts.
 
         Some iterations are measured without it, and again where the schedule or the number of
-        microbatches changes. Then steps run where one fits, with a margin, before the input of the
-        next pass is expected, and before the last rank is expected to end (not where the optimizer
-        step does not wait for it: see post-validation); so they cost about nothing as long as they
-        take no longer than was said. After two in a row that did, there are no more in that
-        iteration. A step runs in this thread between two passes, random states of Python, numpy,
-        torch and Megatron and its logged losses saved around it; it may train weights of its own.
-        It must not call collectives of the training's process groups. One that raises, or takes
-        more memory than it may, is reported, and not called again.
+        microbatches changes. Then a step runs in this thread, between two passes, where one fits
+        with a margin before the input of the next pass, or the end of the last rank, is expected.
+        Random states of Python, numpy, torch and Megatron and its logged losses are saved around
+        it; it may train weights of its own. It must not call collectives of the training's process
+        groups. One that raises, or takes more memory than it may, is reported, and not called
+        again; after two in a row that took longer than was said, none runs in that iteration.
 
         Args:
             step: called without arguments; returns False when there is no more to do. All ranks of
                 the pipeline call this, those that have nothing to do with None.
             step_seconds: that a step takes at most.
             margin: seconds that must be left beside it; default: a fifth of a step, and 1 ms.
-            memory: bytes of the device that steps may take, beside what training needs; default:
-                nine tenths of what was never needed before the first one, which `auto` reports.
-                A host's memory is not counted.
+            memory: bytes of the device, not of a host, that steps may take beside the training;
+                default: nine tenths of what was never needed before the first one, which `auto`
+                reports.
 
         Returns:
             What counts the steps; its `stop()` ends them.
@@ -136,11 +115,8 @@ class Plugin:
             raise ValueError('step_seconds is 0: give the seconds that a step takes')
         if memory is not None and (not isinstance(memory, int) or memory < 0):
             raise ValueError(f'memory is {memory!r}: give bytes, from 0 up')
-        if self.session.endless is not None:
-            raise ValueError(
-                f'a side task does not go with {self.session.programs.name}, which is '
-                'asynchronous: take a synchronous schedule, such as zb-v'
-            )
+        if why := next(filter(None, (face.no_side_task for face in self.session.faces)), None):
+            raise ValueError(f'a side task does not go with {self.session.programs.name}, {why}')
         from megatron_zbpp.guests.side_work import SideTask, SideWork
 
         work = SideWork(step and functools.partial(isolated, step), step_seconds, margin, memory)
@@ -155,8 +131,7 @@ class Plugin:
         before an evaluation that reads that of training. Nothing is dropped of a synchronous
         schedule.
         """
-        if self._flight is not None:
-            self._flight.drop()
+        self._next.drop()
 
     def resume(self, step: int) -> None:
         """Say how many steps a training has taken that goes on from a checkpoint.
@@ -167,7 +142,7 @@ class Plugin:
         Raises:
             ValueError: it is no number of steps.
         """
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        if type(step) is not int or step < 0:
             raise ValueError(
                 f'step is {step!r}: give how many were taken, a whole number from 0 up'
             )
@@ -181,33 +156,49 @@ class Plugin:
         Megatron's do this by themselves; a loop of one's own calls it on all ranks before it reads
         weights.
         """
-        if self.session.endless is not None:
-            self.session.endless.finish_step()
+        for face in self.session.faces:
+            face.finish_step()
+
+    def data_parallel_rank(self, chunk: int) -> int:
+        """Return the data-parallel rank whose data a chunk of this rank reads."""
+        ranks = (face.data_parallel_rank(chunk) for face in self.session.faces)
+        found = next((rank for rank in ranks if rank is not None), None)
+        group: Any = parallel_state.get_data_parallel_group()
+        return dist.get_rank(group) if found is None else found
+
+    def _allow(self, size: int) -> None:
+        for face in self.session.faces:
+            face.allow(size)
 
     @property
     def enabled(self) -> bool:
-        """True while it is in place."""
         return self._registry.installed
 
     def patches(self) -> Iterator[Patch]:
-        """Yield everything that is replaced."""
         session = self.session
         return itertools.chain(
-            forward_backward.patches(session, self._next),
+            preparation.patches(session, self._next),
             linear.patches(session.store),
             transformer_engine.patches(session.programs.splits),
             placement.patches(
-                session.programs.placement,
-                session.agree,
-                functools.partial(replicas.data_parallel_rank, session),
-                functools.partial(replicas.require_pairs, session.programs),
+                session.programs.placement, session.agree, self.data_parallel_rank, self._allow
             ),
-            tied.patches(session.programs.placement),
-            part_patches.patches(session),
+            *self._of_folded_placements(),
             *(face.patches() for face in session.faces),
             training_loop.patches(session),
             stepping.patches(self._steps),
         )
+
+    def _of_folded_placements(self) -> Iterator[Iterator[Patch]]:
+        """Yield patches for stages that do not go around the ranks, as those of a loop do."""
+        session = self.session
+        if not session.programs.is_loop:
+            from megatron_zbpp.mcore import placement_independent_init
+            from megatron_zbpp.mcore.layers import tied
+
+            yield tied.patches(session.programs.placement)
+            if session.settings.same_start is not False:
+                yield placement_independent_init.patches(session)
 
     def install(self) -> None:
         """Put everything in place and assert that Megatron now finds it.

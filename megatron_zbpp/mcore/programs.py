@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
 
 from megatron_zbpp.analysis.checker import check, is_mirrored
 from megatron_zbpp.analysis.program import BY_TAKER, LATE
@@ -11,175 +14,157 @@ from megatron_zbpp.analysis.run_ahead import passes_ahead
 from megatron_zbpp.guests.base import Guest
 from megatron_zbpp.ir import Placement, Schedule, W
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.mcore import guests, own_offloading
-from megatron_zbpp.mcore.lowered import Lowered, Size, for_megatron, one_replica
-from megatron_zbpp.mcore.program_cache import ProgramCache
+from megatron_zbpp.mcore.lowered import Lowered, ProgramCache, Size, for_megatron, one_replica
+from megatron_zbpp.mcore.model_settings import offloads_in_order
 from megatron_zbpp.mcore.settings import AUTO, Settings
 from megatron_zbpp.runtime.guard import agreement
+from megatron_zbpp.runtime.log import job_log
 from megatron_zbpp.schedules import build, checked_chunks, find
-from megatron_zbpp.techniques import added, placed_in_turn
+from megatron_zbpp.techniques import ALL, added, placed_in_turn
 from megatron_zbpp.techniques import find as find_technique
-from megatron_zbpp.techniques.amounts import ALL
 from megatron_zbpp.techniques.composition import (
     LAYERS_OF,
     OVERLAP,
     techniques_of,
     techniques_of_family,
 )
-from megatron_zbpp.techniques.slices.sizes import Slices, ToFind, cuts_of, number_of, sizes_of
+from megatron_zbpp.techniques.slices.graph import Slices, ToFind, cuts_of, number_of, sizes_of
 
+TWO_WAY = 'two_way'  # microbatches go both ways: of the placement, and not of the graph
 _SOME = 2  # slices, where it does not matter how many
 
 
 class Family(NamedTuple):
-    """A family and its options: makes a schedule for any number of microbatches.
+    """A family and its options: makes a schedule for any number of microbatches."""
 
-    Attributes:
-        name: of the family.
-        num_chunks: stages a rank; None: the family's choice.
-        memory_limit: in activations of one microbatch on a full rank; None: the family's choice.
-        num_slices: of each sequence.
-    """
-
-    name: str
-    num_chunks: int | None = None
+    name: str  # of the family
+    num_chunks: int | None = None  # stages a rank; None: the family's choice
+    # in activations of one microbatch on a full rank; None: the family's choice
     memory_limit: float | None = None
-    num_slices: int = 1
+    num_slices: int = 1  # of each sequence
 
 
-class _Parts(NamedTuple):
-    """Kinds of passes, names of techniques, and symmetry of a schedule."""
+_Method = TypeVar('_Method', bound=Callable)
 
-    kinds: frozenset[str]
-    techniques: frozenset[str]
-    mirrored: bool
+
+def _once(make: _Method) -> _Method:
+    """Let a method of `Programs` make a thing of a size once, until the schedule is another one."""
+
+    @functools.wraps(make)
+    def kept(programs: Programs, *sizes: int) -> Any:
+        key = make.__name__, *sizes
+        if key not in programs._known:
+            programs._known[key] = make(programs, *sizes)
+        return programs._known[key]
+
+    return cast(Any, kept)
+
+
+class Traits(NamedTuple):
+    """Traits of a schedule that rules ask, by the names that `rules.Context` has for them."""
+
+    splits: bool  # there are W passes
+    techniques: frozenset[str]  # names
+    joins: bool  # there are pairs of F and BW that can run as one
+    mirrored: bool  # ranks that hold the same stages run them in one order
+    seeded: bool  # each layer has its own seeds of dropout
 
 
 class Programs:
-    """Makes schedules and their programs, each once.
-
-    Args:
-        settings: what was asked for.
-
-    Attributes:
-        source: a schedule, or the family that makes one.
-        cache: programs by their sizes.
-        together: whether pairs of F and BW are to run as one.
-        varying: whether a forward's message may have any shape.
-        added: techniques without an amount that are put into the schedule, in their order.
-    """
+    """Makes schedules and their programs, each once."""
 
     def __init__(self, settings: Settings) -> None:
-        self.together = self.varying = False
+        self.together = False  # whether pairs of F and BW are to run as one
+        self.varying = False  # whether a forward's message may have any shape
         self._settings = settings
         self._to_plan_from = settings.schedule == AUTO
+        self._slices, self._amounts = settings.sliced, settings.amounts
         self.source: Schedule | Family
         if isinstance(settings.schedule, Schedule):
             self.source = settings.schedule
-        elif self._to_plan_from:
-            self.source = Family(start_family(settings.num_chunks), settings.num_chunks)
+            self.asynchronous, self.num_replicas = False, len(self.source.placement.routes)
+            self.num_chunks = self.source.placement.num_chunks  # stages on each rank
         else:
-            slices = number_of(settings.sliced or find(settings.schedule).default_slices)
-            self.source = Family(
-                settings.schedule,
-                settings.num_chunks,
-                settings.memory_limit,
-                slices or _SOME,  # until they are found
-            )
-        self._slices = settings.sliced
-        self._amounts, self._freeze = settings.amounts, settings.freeze_plan
+            plain, chunks = start_family(settings.num_chunks), settings.num_chunks
+            family = find(plain if self._to_plan_from else settings.schedule)
+            # whether the pipeline never drains, and a call goes on where the one before has left
+            self.asynchronous = family.asynchronous
+            self.num_replicas = family.num_routes  # that run one schedule: one for each way
+            self.num_chunks = self.num_replicas * checked_chunks(family, chunks)
+            if self._to_plan_from:
+                self.source = Family(plain, chunks)
+            else:
+                slices = number_of(self._slices or family.default_slices) or _SOME
+                limit = settings.memory_limit
+                self.source = Family(settings.schedule, chunks, limit, slices)
         for name, amount in self._amounts.items():
             find_technique(name).require(amount, self.num_chunks)
+        # techniques without an amount that are put into the schedule, in their order
         self.added = LAYERS_OF[settings.vocab_parallel]
-        self._receives = settings.message_receives
         self._early = settings.post_validation is not None
         self._measured: Costs | None = None
         self.cache = ProgramCache(self._make)
-        self._placements: dict[int, Placement] = {}
         self._planned: dict[tuple[int, int], Schedule] = {}
-        self._parts_of: dict[int, _Parts] = {}
-        self._in_order_of: dict[tuple[int, int], bool] = {}
-        self._fingerprints: dict[tuple[int, int], dict[str, str]] = {}
+        self._known: dict[tuple, Any] = {}  # by what it is, and sizes
 
     @functools.cached_property
     def key(self) -> str:
         """The source in words: equal on two ranks exactly if the source is."""
+        settings = self._settings
         more = ''.join(f', {name} {amount}' for name, amount in self._amounts.items())
-        more += f', receives {self._receives}' if self._receives != LATE else ''
-        more += f', clipping {self._settings.clip}' if self._settings.clip else ''
+        if settings.message_receives != LATE:
+            more += f', receives {settings.message_receives}'
+        more += f', clipping {settings.clip}' if settings.clip else ''
         more += ''.join(f', {name}' for name in self.added)
-        if self._freeze is not None:
-            more += f', freezing {agreement.digest(self._freeze.to_json())}'
+        if settings.freeze_plan is not None:
+            more += f', freezing {agreement.digest(settings.freeze_plan.to_json())}'
         if isinstance(self.source, Schedule):
             return agreement.fingerprint(self.source) + more
-        _, num_chunks, memory_limit, slices = self.source
+        _, num_chunks, limit, slices = self.source
         name = self._family(self.together)
-        asked = self._settings.sliced
-        more += f' in {asked if isinstance(asked, ToFind) else slices} slices' if slices > 1 else ''
-        chunks = f' with {num_chunks} chunks a rank' if num_chunks else ''
-        limit = f' within {memory_limit:g}' if memory_limit else ''
-        return name + chunks + limit + more + (' to plan from' if self._to_plan_from else '')
+        name += f' with {num_chunks} chunks a rank' if num_chunks else ''
+        name += f' within {limit:g}' if limit else ''
+        asked = settings.sliced if isinstance(settings.sliced, ToFind) else slices
+        more += f' in {asked} slices' if slices > 1 else ''
+        return name + more + (' to plan from' if self._to_plan_from else '')
 
     @functools.cached_property
     def guests(self) -> tuple[Guest, ...]:
         """The guests that were asked for; they may refuse a schedule."""
-        return tuple(guests.asked_for(self._settings))
+        return tuple(_guests(self._settings))
 
-    @property
-    def num_chunks(self) -> int:
-        """Stages on each rank."""
-        if isinstance(self.source, Schedule):
-            return self.source.placement.num_chunks
-        chunks = checked_chunks(find(self.source.name), self.source.num_chunks)
-        return self.num_replicas * chunks
-
-    @functools.cached_property
-    def num_replicas(self) -> int:
-        """Replicas of the pipeline that run one schedule: one for each way."""
-        if isinstance(self.source, Schedule):
-            return len(self.source.placement.routes)
-        return find(self.source.name).num_routes
-
-    @property
-    def asynchronous(self) -> bool:
-        """True if the pipeline never drains, and a call goes on where the one before has left."""
-        return not isinstance(self.source, Schedule) and find(self.source.name).asynchronous
+    def require_pairs(self, size: int) -> None:
+        """Check that replicas form groups that run one schedule, which go as many ways."""
+        if size % self.num_replicas:
+            raise ValueError(
+                f'data-parallel size {size} is wrong because {self.name} runs on pairs of '
+                'replicas: give an even number of them, by twice or half the ranks'
+            )
 
     @property
     def name(self) -> str:
-        """The name of the schedule or family."""
         return self.source.name
 
+    @_once
     def fingerprint(self, num_ranks: int, num_microbatches: int) -> dict[str, str]:
-        """Return what a family of somebody's own module makes, by its name, for ranks to compare.
+        """Return the orders of a family from a user's module, by its name, for ranks to compare.
 
         Of the library's families nothing: a release makes the same everywhere. A module of one's
         own may be another on another host.
         """
         if isinstance(self.source, Schedule) or ':' not in self.source.name:
             return {}
-        sizes = num_ranks, num_microbatches
-        if sizes not in self._fingerprints:
-            made = agreement.fingerprint(self.schedule(*sizes))
-            self._fingerprints[sizes] = {f'what {self.source.name} makes': made}
-        return self._fingerprints[sizes]
+        orders = agreement.fingerprint(self.schedule(num_ranks, num_microbatches))
+        return {f'what {self.name} makes': orders}
 
     def schedule(self, num_ranks: int, num_microbatches: int) -> Schedule:
-        """Return the schedule for p ranks and m microbatches, in Megatron's ranks.
-
-        Raises:
-            ValueError: the family cannot make one, or the given one is for another p or m.
-        """
+        """Return the schedule for p ranks and m microbatches, in Megatron's ranks."""
         if (num_ranks, num_microbatches) in self._planned:
             return self._planned[num_ranks, num_microbatches]
         return self._with_techniques(self._plain(num_ranks, num_microbatches))
 
     def without_copies(self, num_ranks: int, num_microbatches: int) -> Schedule:
-        """Return the same without the copies that were asked for.
-
-        Raises:
-            ValueError: as `schedule`.
-        """
+        """Return the same without the copies that were asked for."""
         return self._with_techniques(self._plain(num_ranks, num_microbatches), copies=False)
 
     def _with_techniques(self, schedule: Schedule, copies: bool = True) -> Schedule:
@@ -246,53 +231,56 @@ class Programs:
             )
         return for_megatron(schedule)
 
+    @_once
     def placement(self, num_ranks: int) -> Placement:
         """Return where a replica has its stages, whatever the number of microbatches."""
-        if num_ranks not in self._placements:
-            self._placements[num_ranks] = one_replica(self.whole_placement(num_ranks))
-        return self._placements[num_ranks]
+        return one_replica(self.whole_placement(num_ranks))
 
+    @_once
     def whole_placement(self, num_ranks: int) -> Placement:
         """Return where all replicas that run one schedule have their stages."""
         return self._example(num_ranks, 1).placement
 
-    def splits(self, num_ranks: int) -> bool:
-        """Return whether weight gradients wait for W passes."""
-        return W in self._parts(num_ranks).kinds
+    @functools.cached_property
+    def is_loop(self) -> bool:
+        """True if stages go around the ranks, however many there are, as by Megatron's schedules.
 
-    def mirrored(self, num_ranks: int) -> bool:
-        """Return whether ranks that hold the same stages run them in one order."""
-        return self._parts(num_ranks).mirrored
+        A family of a user's own may have other placements than it says.
+        """
+        if isinstance(self.source, Schedule):
+            return one_replica(self.source.placement).is_loop
+        family = find(self._family(False))
+        return ':' not in family.name and family.placement == 'loop'
+
+    def splits(self, num_ranks: int) -> bool:
+        """Return True if weight gradients wait for W passes."""
+        return self.traits(num_ranks).splits
 
     def techniques(self, num_ranks: int) -> frozenset[str]:
         """Return the names of the techniques that the schedule has."""
-        return self._parts(num_ranks).techniques
+        return self.traits(num_ranks).techniques
+
+    @_once
+    def traits(self, num_ranks: int) -> Traits:
+        example = self._example(num_ranks, 2 * num_ranks)
+        splits, seeds = any(p.kind == W for _, p in example), self._settings.dropout_seeds
+        return Traits(splits, techniques_of(example), self.joins, is_mirrored(example), seeds)
 
     @functools.cached_property
     def trained(self) -> frozenset[str]:
         """Names of the techniques that the schedule has, or may have, whatever its size."""
-        source = self.source
+        source, both_ways = self.source, {TWO_WAY} if self.num_replicas > 1 else set()
         if isinstance(source, Schedule):
             overlaps = {OVERLAP} if source.together else set()
-            return techniques_of(source).union(self.added, self._amounts, overlaps)
+            return techniques_of(source).union(self.added, self._amounts, overlaps, both_ways)
         own = techniques_of_family(find(self._family(True)), source.num_slices)
-        return own.union(self.added, self._amounts)
-
-    @property
-    def seeded(self) -> bool:
-        """True where each layer has its own seeds of dropout."""
-        return self._settings.dropout_seeds
+        return own.union(self.added, self._amounts, both_ways)
 
     def cuts(self, settings: Any, length: int | None) -> tuple[int, ...]:
         """Return the first token of each slice of a sequence, and behind them its length.
 
-        Args:
-            settings: Megatron's arguments or config, which say who shares sequences out.
-            length: tokens of a sequence; None: not known. Then nothing is returned, nor before
-                slices that are to be found are.
-
-        Raises:
-            ValueError: sequences of that length cannot be sliced so.
+        Nothing where the length is not known, or slices are still to be found. ValueError where
+        sequences of that length cannot be sliced so.
         """
         if length is None or isinstance(self._slices, ToFind):
             return ()
@@ -311,8 +299,7 @@ class Programs:
         self._slices = slices
         if isinstance(self.source, Family):
             self.source = self.source._replace(num_slices=number_of(slices))
-        for known in (self._parts_of, self._in_order_of, self._fingerprints):
-            known.clear()
+        self._known.clear()
         self.cache.drop()
 
     @property
@@ -321,25 +308,17 @@ class Programs:
         source = self.source
         return source.graph.num_slices if isinstance(source, Schedule) else source.num_slices
 
+    @_once
     def in_order(self, num_ranks: int, num_microbatches: int | None = None) -> bool:
-        """Return whether Megatron's own offloading of activations fits what runs, and all of it.
+        """Return True if Megatron's own offloading of activations fits all programs.
 
         Not where the schedule will be another one, nor where forwards run ahead, which may be taken
         back.
         """
         if self._to_plan_from or self._early:
             return False
-        sizes = num_ranks, num_microbatches or 2 * num_ranks
-        if sizes not in self._in_order_of:
-            self._in_order_of[sizes] = own_offloading.fits(self._example(*sizes))
-        return self._in_order_of[sizes]
-
-    def _parts(self, num_ranks: int) -> _Parts:
-        if num_ranks not in self._parts_of:
-            example = self._example(num_ranks, 2 * num_ranks)
-            kinds = frozenset(p.kind for _, p in example)
-            self._parts_of[num_ranks] = _Parts(kinds, techniques_of(example), is_mirrored(example))
-        return self._parts_of[num_ranks]
+        example = self._example(num_ranks, num_microbatches or 2 * num_ranks)
+        return offloads_in_order(example)
 
     def join(self, asked: object) -> None:
         """Make schedules from now on have pairs that run as one, if `asked` and there are any."""
@@ -360,8 +339,7 @@ class Programs:
         """True if backwards use corrected weights (PipeMare)."""
         if not self.asynchronous:
             return False
-        from megatron_zbpp.techniques.updates.graph import CORRECTED
-        from megatron_zbpp.techniques.updates.versions import updates_of
+        from megatron_zbpp.techniques.updates.versions import CORRECTED, updates_of
 
         updates = updates_of(self.schedule(2, 2).graph)
         return updates is not None and updates.backward == CORRECTED
@@ -391,20 +369,12 @@ class Programs:
     def lowered(
         self, num_ranks: int, num_microbatches: int, forward_only: bool, draining: bool = False
     ) -> Lowered:
-        """Return the checked programs, kept or made now.
+        """Return the checked programs, kept or made now; ValueError where a guest refuses it.
 
-        Args:
-            num_ranks: p.
-            num_microbatches: m.
-            forward_only: whether there are no backwards.
-            draining: whether an asynchronous schedule warms up, by a synchronous one.
-
-        Raises:
-            ScheduleError: the schedule is not valid.
-            ValueError: a guest refuses it.
+        `draining`: an asynchronous schedule warms up, by a synchronous one.
         """
         drains = draining or (forward_only and self.asynchronous)
-        receives = BY_TAKER if self.varying else self._receives
+        receives = BY_TAKER if self.varying else self._settings.message_receives
         size = Size(num_ranks, num_microbatches, forward_only, self.together, drains, receives)
         return self.cache.get(size)
 
@@ -419,7 +389,7 @@ class Programs:
             schedule = self.schedule(num_ranks, num_microbatches)
         calls, endless = None, self.asynchronous
         if forward_only:
-            from megatron_zbpp.analysis.evaluation import evaluation
+            from megatron_zbpp.analysis.run_ahead import evaluation
 
             schedule = evaluation(schedule)
         elif endless and not size.draining:
@@ -434,30 +404,52 @@ class Programs:
         return Lowered(schedule, programs, ahead, calls)
 
     def copy_what_is_free(self, costs: Costs) -> None:
-        """Leave on the device from now on what would cost time to copy.
-
-        Args:
-            costs: measured, with times of O and L.
-        """
+        """Leave on the device from now on what would cost time to copy, by measured O and L."""
         self._measured = costs
-        self._parts_of.clear()
+        self._known.clear()
         self.cache.drop()
 
     def replace(self, planned: Schedule) -> None:
         """Run `planned` from now on where it has the right size."""
         size = planned.num_ranks, planned.num_microbatches
         self._planned[size] = planned
-        self._parts_of.clear()
+        self._known.clear()
         self.cache.drop(lambda kept: kept[:2] == size)
+
+
+def _guests(settings: Settings) -> Iterator[Guest]:
+    """Yield guests in the order in which they hear of an iteration; others are not imported."""
+    if settings.dropout_seeds:
+        from megatron_zbpp.mcore import dropout_seeds
+
+        yield dropout_seeds.DropoutSeeds()
+    if settings.freeze_plan is not None:
+        from megatron_zbpp.guests import freeze_run
+
+        yield freeze_run.FreezeRun(settings.freeze_plan, job_log.warning)
+    if settings.trace_dir is not None:
+        from megatron_zbpp.guests import tracing
+
+        yield tracing.Tracer(Path(settings.trace_dir))
+    if 'nemo.lens' in sys.modules:  # as where Megatron has telemetry
+        from megatron_zbpp.guests import telemetry
+
+        yield telemetry.Spans()
+    if settings.offload == AUTO:
+        from megatron_zbpp.guests import offload_tuner
+
+        yield offload_tuner.OffloadTuner(settings.profile_iters)
+    if settings.schedule == AUTO:
+        from megatron_zbpp.guests import auto_plan
+
+        objective = 'makespan' if settings.post_validation is None else 'window'
+        yield auto_plan.AutoPlan(settings.profile_iters, settings.memory_limit, objective=objective)
 
 
 def start_family(num_chunks: int | None, together: bool = False) -> str:
     """Return the named schedule that `auto` measures, which fixes the placement.
 
-    Args:
-        num_chunks: stages a rank; None: two.
-        together: whether it is to have forwards and backwards that run as one, to be measured; on
-            the same placement, if there is such a schedule.
+    `together`: with forwards and backwards that run as one, if there is such a schedule.
     """
     v = 'dualpipe-v' if together else 'zb-v'
     return {None: v, 1: 'zb-h1', 2: v}.get(num_chunks, 'zb-interleaved')

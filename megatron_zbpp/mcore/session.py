@@ -1,7 +1,4 @@
-"""State of a run while the plugin is enabled; nothing that Megatron is patched with is here.
-
-Takes from this room only what is a value: what was asked for, and its programs.
-"""
+"""State of a run while the plugin is enabled; nothing that Megatron is patched with is here."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import itertools
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,40 +15,38 @@ import torch.distributed as dist
 from megatron_zbpp.guests.base import Guest
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.mcore.faces import Face, face_of
+from megatron_zbpp.mcore.options import ARGUMENTS, Names
 from megatron_zbpp.mcore.programs import Programs
-from megatron_zbpp.mcore.settings import STAGE, Settings
-from megatron_zbpp.post_validation.protocol import EarlyStepPolicy, PostValidation
+from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import Filler
 from megatron_zbpp.runtime.groups import beside
-from megatron_zbpp.runtime.guard import agreement
-from megatron_zbpp.runtime.guard.watchdog import Watchdog
+from megatron_zbpp.runtime.guard import agreement, watchdog_for
 from megatron_zbpp.runtime.log import job_log
 from megatron_zbpp.runtime.measure import Figures, Interval, Iteration
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 if TYPE_CHECKING:
+    from megatron_zbpp.post_validation.protocol import PostValidation
     from megatron_zbpp.runtime.activations.store import ActivationStore
     from megatron_zbpp.runtime.collectives import Collectives
-    from megatron_zbpp.runtime.endless import EndlessTraining
 
 
 class Session:
-    """The state of one run on one rank.
+    """The state of one run on one rank."""
 
-    Raises:
-        ValueError: settings that make no sense.
-    """
-
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, programs: Programs | None = None) -> None:
         self.settings = settings
-        self.programs = Programs(settings)
+        self.programs = programs or Programs(settings)
+        self.names: Names = ARGUMENTS  # of options, as the user spells them
         self.store = WeightGradStore()  # the weight gradients that wait for their W
-        self.watchdog = Watchdog(settings.watchdog_timeout or 0)
-        if settings.watchdog_pause_timeout is not None:
-            self.watchdog.limit_pauses(settings.watchdog_pause_timeout)
+        self.watchdog = watchdog_for(
+            settings.watchdog_timeout or 0, settings.watchdog_pause_timeout
+        )
         self.post_validation: PostValidation | None = None
         if settings.post_validation is not None:
+            from megatron_zbpp.post_validation.protocol import EarlyStepPolicy, PostValidation
+
             policy = EarlyStepPolicy(settings.post_validation)
             self.post_validation = PostValidation(policy, self.watchdog.collective, job_log.info)
         # of the program, alike on all ranks: compared before groups are made
@@ -65,17 +60,12 @@ class Session:
         self.trained: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._faces: dict[str, Face | None] = {}
         self._activations: dict[torch.device, ActivationStore] = {}
-        self._channels: dict[tuple[dist.ProcessGroup, Placement, bool], Channels] = {}
-        self._between_partners: dict[tuple[dist.ProcessGroup, frozenset], Channels] = {}
+        self._channels: dict[tuple, Channels] = {}
         self._beside: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         self._collectives: dict[tuple[dist.ProcessGroup, tuple], Collectives] = {}
         self._agreed: set[tuple] = set()
-        self.chunks_asked_for: set[int] = set()  # the loop has asked whose data they read
-        self.read_alike: set[bool] = set()  # values of forward_only whose data are compared
         # by the first chunk of a model: messages of its edges, by Megatron's own
         self.edges: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        # by the group of a replica's pipeline: the group of the ranks that run one schedule
-        self.pipelines: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         self.guests: list[Guest] = []  # asked in this order
         for guest in self.programs.guests:
             self.invite(guest)
@@ -92,11 +82,6 @@ class Session:
         found = (self._faces[name] for name in names)
         return tuple(sorted(filter(None, found), key=lambda face: face.nest))
 
-    @property
-    def endless(self) -> EndlessTraining | None:
-        """The training whose calls go on where the one before has left; None: each call drains."""
-        return next((face.endless for face in self.faces if face.endless is not None), None)
-
     def invite(self, guest: Guest) -> None:
         """Let a guest watch the training; it takes the place of another of its kind."""
         others = [other for other in self.guests if type(other) is not type(guest)]
@@ -112,9 +97,6 @@ class Session:
         """Check that all ranks of `group` have these settings: a collective where they are new.
 
         Settings that are new on some ranks only are a stall, for the watchdog.
-
-        Raises:
-            DisagreementError: they have not.
         """
         settings = {'schedule': self.programs.key, **settings}
         what = f'handshake about {agreement.fingerprint(settings)}'  # some 900 flags say less
@@ -123,7 +105,7 @@ class Session:
         # as text, as they are compared: some are lists
         key = (group, *((name, agreement.fingerprint(v)) for name, v in settings.items()))
         if key not in self._agreed:
-            with self.watchdog.collective(what):
+            with self.collective(what):
                 gathered = agreement.gather(settings, group)
             agreement.compare(gathered)
             self._agreed.add(key)
@@ -136,19 +118,18 @@ class Session:
         shapes: bool,  # whether they can tell shapes
     ) -> Channels:
         """Return the channels of this rank between neighbouring stages; made once a group."""
-        key = (pp_group, placement, shapes)
+        neighbours = itertools.chain(*map(itertools.pairwise, placement.routes))
+        steps = [(a, b) for a, b in neighbours if a != b]
+        pairs = frozenset((*steps, *((b, a) for a, b in steps)))
+        return self._between(pp_group, pairs, device, shapes=shapes)
+
+    def _between(
+        self, pp_group: dist.ProcessGroup, pairs: frozenset, device: torch.device, **kind: bool
+    ) -> Channels:
+        key = (pp_group, pairs, *kind.items())
         if key not in self._channels:
-            neighbours = itertools.chain(*map(itertools.pairwise, placement.routes))
-            steps = [(a, b) for a, b in neighbours if a != b]
-            pairs = {*steps, *((b, a) for a, b in steps)}
-            self._channels[key] = Channels(
-                pp_group,
-                pairs,
-                device,
-                self.watchdog.collective,
-                shapes=shapes,
-                kernels=self.settings.kernels,
-            )
+            more: dict[str, Any] = {'kernels': self.settings.kernels, **kind}
+            self._channels[key] = Channels(pp_group, pairs, device, self.collective, **more)
         return self._channels[key]
 
     def collectives(
@@ -184,18 +165,7 @@ class Session:
             self._activations[device] = ActivationStore(device)
         store = self._activations[device]
         if pp_group is not None and partners:
-            key = pp_group, partners
-            if key not in self._between_partners:
-                self._between_partners[key] = Channels(
-                    pp_group,
-                    partners,
-                    device,
-                    self.watchdog.collective,
-                    shapes=True,
-                    saved=True,
-                    kernels=self.settings.kernels,
-                )
-            store.join(self._between_partners[key])
+            store.join(self._between(pp_group, partners, device, shapes=True, saved=True))
         return store
 
     def figures(self) -> Figures | None:
@@ -204,7 +174,7 @@ class Session:
         None where no iteration of training has ended since.
         """
         early = self.post_validation
-        with self.watchdog.collective('figures of the pipeline for the log'):
+        with self.collective('figures of the pipeline for the log'):
             return self.interval.figures(early and (early.early, early.taken_back))
 
     def on_iteration_end(self, iteration: Iteration) -> None:
@@ -228,29 +198,15 @@ class Session:
         return any(guest.counting for guest in self.guests)
 
     @property
-    def clips_by_stage(self) -> bool:
-        """True if each stage clips gradients by their own norm."""
-        if self.endless is None or self.endless.versions is None or self.endless.late:
-            return False
-        return self.settings.clip in (None, STAGE)
-
-    @property
     def overlaps(self) -> bool:
-        """Overlap of iterations: ranks begin one without waiting for all; alike on all ranks."""
         return self.post_validation is not None and self.post_validation.agreed
 
     def collective(self, what: str) -> AbstractContextManager[None]:
-        """Let the watchdog watch a collective call, reported under the name `what`."""
         return self.watchdog.collective(what)
 
     def copy_times(self) -> dict[int, float]:
-        """Return seconds of copies to the host, one way, by stage of this rank; waits for them."""
-        return {
-            stage: seconds
-            for store in self._activations.values()
-            for stage, seconds in store.copy_times().items()
-        }
+        times = (store.copy_times() for store in self._activations.values())
+        return dict(itertools.chain.from_iterable(each.items() for each in times))
 
     def without_copies(self, schedule: Schedule) -> Schedule:
-        """Return what `schedule`, which runs, is without the copies that were asked for."""
         return self.programs.without_copies(schedule.num_ranks, schedule.num_microbatches)

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megatron_zbpp.analysis.program import LATE, RECEIVES, require_known
+from megatron_zbpp.analysis.program import LATE, RECEIVES
 from megatron_zbpp.ir import Schedule
-from megatron_zbpp.mcore.options import Option, option, options_of
-from megatron_zbpp.mcore.problems import Checks
-from megatron_zbpp.runtime.message_kernels import MessageKernels
-from megatron_zbpp.schedules import Family, checked_chunks, find, require_no_limit
+from megatron_zbpp.mcore.options import (
+    ARGUMENTS,
+    Checks,
+    Names,
+    Option,
+    Problem,
+    option,
+    options_of,
+)
+from megatron_zbpp.runtime import MessageKernels
+from megatron_zbpp.schedules import Family, build, checked_chunks, find, require_no_limit
 from megatron_zbpp.techniques import ASKED
 from megatron_zbpp.techniques import find as find_technique
 from megatron_zbpp.techniques.composition import (
@@ -28,30 +38,38 @@ from megatron_zbpp.techniques.composition import (
     require_trained,
     techniques_of,
 )
-from megatron_zbpp.techniques.slices.sizes import Slices, ToFind, number_of, slices_of
+from megatron_zbpp.techniques.slices.graph import Slices, ToFind, number_of, slices_of
 
 if TYPE_CHECKING:
     from megatron_zbpp.partitioning.freeze_plans import FreezePlan
-    from megatron_zbpp.techniques.amounts import Amount
+    from megatron_zbpp.techniques import Amount
 
 AUTO = 'auto'
 _CLEAN_STEPS = 10
-_PRIORITIES = 'high', 'group'
 STAGE = 'stage'
 CLIPPING = STAGE, 'global'
 _PIPEMARE = '[PipeMare](asynchronous.md#pipemare)'
-# not with asynchronous schedules
-_SYNCHRONOUS = (
-    'offload',
-    'recompute',
-    'slices',
-    'vocab_parallel',
-    'freeze',
-    'dropout_seeds',
-    'post_validation',
-    'trace_dir',
-    'prewarm',
-)
+_LAYOUT = re.compile(r'E[t|]*[m|]*L')
+# by setting, why asynchronous schedules do not train with it
+_SYNCHRONOUS = {
+    'offload': 'copies end with a call, and forwards of the next batch outlive it',
+    'recompute': 'backwards have other weights than their forwards, which could not run again',
+    'slices': 'it steps after so many whole microbatches',
+    'vocab_parallel': 'shards are put between F, B and W alone',
+    'freeze': 'forwards of the next batch have run before layers freeze',
+    'dropout_seeds': 'seeds count steps, and forwards of the next batch come before a step',
+    'post_validation': 'its steps wait for nobody by themselves',
+    'trace_dir': 'a trace ends with a call, and forwards of the next batch outlive it',
+    'prewarm': 'forwards of the next batch belong to its first call, too',
+}
+
+
+def _stashes(family: Family) -> bool:
+    """Return True if backwards of an asynchronous family have the weights of their forwards."""
+    from megatron_zbpp.techniques.updates.versions import STASHED, updates_of
+
+    updates = updates_of(build(family.name, 2, 2).graph)
+    return updates is not None and updates.backward == STASHED
 
 
 @dataclass(frozen=True)
@@ -124,7 +142,8 @@ class Settings:
     auto:TOKENS of as many."""
     vocab_parallel: str | None = option(
         None,
-        f'--pipeline-vocab-parallel {"|".join(SHARED_LAYERS)}',
+        '--pipeline-vocab-parallel',
+        choices=SHARED_LAYERS,
         page='[large vocabularies](large-vocabulary.md)',
     )
     """Layers that all pipeline ranks share: output, the last one, and input, the word embedding,
@@ -133,6 +152,10 @@ class Settings:
     same_start: bool | str = option(
         True,
         flag_default=False,
+        holds=lambda value: (
+            isinstance(value, bool) or (isinstance(value, str) and _LAYOUT.fullmatch(value))
+        ),
+        takes="True, False, or the stages of stock Megatron, such as 'Ett|ttL'",
         parts=(
             Option(
                 '--no-pipeline-same-start',
@@ -149,12 +172,14 @@ class Settings:
         False,
         '--pipeline-dropout-seeds',
         flag_default=None,
+        holds=lambda value: isinstance(value, bool),
+        takes='True or False',
         page='[exactness](exactness.md#seeds-of-dropout)',
     )
     """Seed dropout for each layer and microbatch: all schedules, 1f1b included, draw the same
     masks, whatever their placement. Stock Megatron draws others."""
     clip: str | None = option(
-        None, f'--pipeline-clip {"|".join(CLIPPING)}', page='[steps](asynchronous.md#steps)'
+        None, '--pipeline-clip', choices=CLIPPING, page='[steps](asynchronous.md#steps)'
     )
     """Norm by which asynchronous schedules clip gradients: stage, that of the stage's own; global,
     that of all, for which each step waits. The default is stage, and for pipedream-2bw the norm of
@@ -164,7 +189,12 @@ class Settings:
     of each stage (T1). 0: they are not divided. The default is five times the warm-up of the
     learning rate, or, without one, a quarter of its decay."""
     correction_decay: float = option(
-        0.135, '--pipeline-correction-decay D', least=0.0, page=_PIPEMARE
+        0.135,
+        '--pipeline-correction-decay D',
+        least=0.0,
+        holds=lambda value: 0 < value < 1,
+        takes='a number above 0, below 1',
+        page=_PIPEMARE,
     )
     """Decay, over the delay of a stage, of the average of steps by which pipemare corrects the
     weights of backwards (T2): above 0, below 1."""
@@ -173,6 +203,8 @@ class Settings:
     prewarm: bool | None = option(
         None,
         flag_default=False,
+        holds=lambda value: value in (None, True, False),
+        takes='True, False, or None',
         parts=(
             Option(
                 '--pipeline-prewarm',
@@ -197,11 +229,11 @@ class Settings:
     )
     """Most thread blocks of NCCL's kernels for a message between stages. Fewer leave more of the
     GPU to passes that run meanwhile, more make large messages faster."""
-    message_priority: str = option('high', f'--pipeline-message-priority {"|".join(_PRIORITIES)}')
+    message_priority: str = option('high', '--pipeline-message-priority', choices=('high', 'group'))
     """Priority of these kernels: high, so that a message does not wait for queued kernels of the
     next pass; or group, that of the pipeline's group, which is normal without
     `--high-priority-stream-groups pp`."""
-    message_receives: str = option(LATE, f'--pipeline-message-receives {"|".join(RECEIVES)}')
+    message_receives: str = option(LATE, '--pipeline-message-receives', choices=RECEIVES)
     """When receives of messages between stages are posted: early, before the pass during which the
     message comes; late, as late as it costs nothing, so that few of NCCL's kernels spin beside
     passes; or latest, so that hardly any does, where messages are short."""
@@ -226,6 +258,7 @@ class Settings:
         False,
         least=0,
         or_else=', True or False',
+        booleans=True,
         parts=(
             Option(
                 '--enable-optimizer-post-validation',
@@ -256,102 +289,56 @@ class Settings:
     """Interval, in early steps, at which weights are compared with those that the next iteration
     began with: this finds what a program writes through `.data`. The first ten steps are always
     compared. 0: only those."""
-    flags: Mapping[str, object] | None = option(None, compare=False)
+    flags: Mapping[str, object] | None = option(
+        None,
+        compare=False,
+        holds=lambda value: value is None or isinstance(value, Mapping),
+        takes='names with values, such as vars(args)',
+    )
     """Flags of the program, by name. All ranks must have the same, except for paths and their own
     numbers, or they stop before they train."""
 
     def __post_init__(self) -> None:
-        numbers = Checks()
+        checks, put = Checks(), partial(object.__setattr__, self)
         for name, each in OPTIONS.items():
-            if not isinstance(self.post_validation, bool) or name != 'post_validation':
-                with numbers.one():
-                    each.require(getattr(self, name), name)
-        numbers.require_all()  # what follows takes them for numbers
-        checks = Checks()
-        with checks.one():
+            with checks.one(name):
+                each.require(getattr(self, name), name)
+                continue
+            put(name, getattr(Settings, name))  # what follows takes a number for one
+        with checks.one('slices'):
             self._read_slices()
         for name, amount in self.amounts.items():
-            with checks.one():
-                self._require_amount(name, amount)
-        self._require_words(checks)
-        with checks.one():
-            self._read_files()
-        with checks.one():
-            found = self._family()
-            with checks.one():
-                self._require_clip(found)
-            if found is not None:
-                self._take(found, checks)
-        with checks.one():
+            with checks.one(name):
+                find_technique(name).require(amount, self.num_chunks or sys.maxsize)
+                if self.schedule == AUTO:
+                    raise ValueError(
+                        f'{name}: auto plans orders only: name a schedule, or give a plan that '
+                        'zbpp plan --actions has made'
+                    )
+        with checks.one('trace_dir'):
+            put('trace_dir', _trace_folder(self.trace_dir))
+        with checks.one('freeze'):
+            put('freeze', freeze_plan(self.freeze))
+            if self.freeze is not None and self.schedule == AUTO:
+                raise ValueError(
+                    'freeze: it is planned for one schedule: name that instead of auto'
+                )
+        with checks.one('schedule', 'num_chunks', 'memory_limit'):
+            family = self._family()
+            with checks.one('clip'):
+                if self.clip is not None and (family is None or not family.asynchronous):
+                    raise ValueError(
+                        f'clip is {self.clip!r}, but the schedule is synchronous and clips as '
+                        'Megatron does: leave it out'
+                    )
+            if family is not None:
+                self._take(family, checks)
+        with checks.one('vocab_parallel', 'freeze', 'post_validation'):
             self._require_vocabulary()
         checks.require_all()
         if isinstance(self.post_validation, bool):
-            steps = _CLEAN_STEPS if self.post_validation else None
-            object.__setattr__(self, 'post_validation', steps)
-        object.__setattr__(self, 'watchdog_timeout', self.watchdog_timeout or 0)
-
-    def _require_words(self, checks: Checks) -> None:
-        """Check values that are no numbers, each by itself."""
-        with checks.one():
-            if self.message_priority not in _PRIORITIES:
-                raise ValueError(
-                    f'message_priority is {self.message_priority!r}: give '
-                    + ' or '.join(map(repr, _PRIORITIES))
-                )
-        with checks.one():
-            if not 0 < self.correction_decay < 1:
-                raise ValueError(
-                    f'correction_decay is {self.correction_decay!r}: give a number above 0, below 1'
-                )
-        with checks.one():
-            require_known(self.message_receives, 'message_receives')
-        with checks.one():
-            if not isinstance(self.same_start, bool) and not _is_layout(self.same_start):
-                raise ValueError(
-                    f'same_start is {self.same_start!r}: give True, False, or the stages of stock '
-                    "Megatron, such as 'Ett|ttL'"
-                )
-        with checks.one():
-            if not isinstance(self.dropout_seeds, bool):
-                raise ValueError(f'dropout_seeds is {self.dropout_seeds!r}: give True or False')
-        with checks.one():
-            if self.prewarm not in (None, True, False):
-                raise ValueError(f'prewarm is {self.prewarm!r}: give True, False, or None')
-        with checks.one():
-            if self.flags is not None and not isinstance(self.flags, Mapping):
-                raise ValueError(
-                    f'flags is {self.flags!r}: give names with values, such as vars(args)'
-                )
-
-    def _read_files(self) -> None:
-        if self.trace_dir is not None or self.freeze is not None:
-            from megatron_zbpp.mcore import setting_files
-
-            object.__setattr__(self, 'trace_dir', setting_files.trace_folder(self.trace_dir))
-            object.__setattr__(self, 'freeze', setting_files.freeze_plan(self.freeze))
-        if self.freeze is not None and self.schedule == AUTO:
-            raise ValueError('freeze: it is planned for one schedule: name that instead of auto')
-
-    def _require_clip(self, found: Family | None) -> None:
-        """Raise ValueError for a norm that is none, or that the schedule does not choose."""
-        if self.clip not in (None, *CLIPPING):
-            raise ValueError(f'clip is {self.clip!r}: give ' + ' or '.join(map(repr, CLIPPING)))
-        if self.clip is not None and (found is None or not found.asynchronous):
-            raise ValueError(
-                f'clip is {self.clip!r}, but the schedule is synchronous and clips as Megatron '
-                'does: leave it out'
-            )
-
-    def _take(self, found: Family, checks: Checks) -> None:
-        require_family_trained(found)
-        self._require_plain(found, checks)
-        object.__setattr__(self, 'schedule', TRAINED_BY.get(found.name, found.name))
-        with checks.one():
-            checked_chunks(found, self.num_chunks)
-        with checks.one():
-            require_no_limit(found, self.memory_limit)
-        if found.in_shards:
-            object.__setattr__(self, 'vocab_parallel', OUTPUT)
+            put('post_validation', _CLEAN_STEPS if self.post_validation else None)
+        put('watchdog_timeout', self.watchdog_timeout or 0)
 
     @property
     def kernels(self) -> MessageKernels:
@@ -359,16 +346,40 @@ class Settings:
         return MessageKernels(self.message_ctas, self.message_priority == 'high')
 
     @property
-    def sliced(self) -> Slices | None:
-        """How many slices sequences have, or how long ones; None: what the schedule says."""
-        assert self.slices is None or isinstance(self.slices, int | tuple | ToFind)  # it was read
-        return self.slices
+    def amounts(self) -> dict[str, Amount]:
+        """How much is asked for of each technique, by its name."""
+        asked = {name: getattr(self, name) for name in ASKED}
+        return {name: amount for name, amount in asked.items() if amount is not None}
 
     @property
     def freeze_plan(self) -> FreezePlan | None:
         """Which weight gradients are left out, and when; None: none."""
         assert not isinstance(self.freeze, str | Path)  # it was read
         return self.freeze
+
+    @property
+    def sliced(self) -> Slices | None:
+        """How many slices sequences have, or how long ones; None: what the schedule says."""
+        assert self.slices is None or isinstance(self.slices, int | tuple | ToFind)  # it was read
+        return self.slices
+
+    def _read_slices(self) -> None:
+        if self.slices is None:
+            return
+        slices = slices_of(self.slices)
+        object.__setattr__(self, 'slices', slices)
+        if self.schedule == AUTO:
+            raise ValueError(
+                'slices: auto plans whole sequences: name a schedule, or give a plan that zbpp '
+                'plan --slices has made'
+            )
+        if isinstance(self.schedule, Schedule):
+            has, number = self.schedule.graph.num_slices, number_of(slices)
+            if number != has and (number or has == 1):
+                raise ValueError(
+                    f'slices: the schedule that is given has {has}, not {slices}: give tokens of '
+                    f'{has}, or leave it out'
+                )
 
     def _family(self) -> Family | None:
         """Return the family that is asked for; None: a schedule itself, or one that is planned."""
@@ -395,39 +406,23 @@ class Settings:
                 raise ValueError(f'{name}: the schedule that is given has its own: leave it out')
         return None
 
-    def _require_plain(self, family: Family, checks: Checks) -> None:
-        """Check each setting that an asynchronous family does not train with."""
-        for name in _SYNCHRONOUS if family.asynchronous else ():
-            with checks.one():
-                if getattr(self, name):
-                    raise ValueError(
-                        f'{name} is {getattr(self, name)!r}, but {family.name} is asynchronous: '
-                        'leave it out, or take a synchronous schedule, such as zb-v'
-                    )
-
-    @property
-    def amounts(self) -> dict[str, Amount]:
-        """How much is asked for of each technique, by its name."""
-        asked = {name: getattr(self, name) for name in ASKED}
-        return {name: amount for name, amount in asked.items() if amount is not None}
-
-    def _read_slices(self) -> None:
-        if self.slices is None:
-            return
-        object.__setattr__(self, 'slices', found := slices_of(self.slices))
-        if self.schedule == AUTO:
-            raise ValueError(
-                'slices: auto plans whole sequences: name a schedule, or give a plan that zbpp '
-                'plan --slices has made'
-            )
-        if not isinstance(self.schedule, Schedule):
-            return
-        has = self.schedule.graph.num_slices
-        if number_of(found) != has and (number_of(found) or has == 1):
-            raise ValueError(
-                f'slices: the schedule that is given has {has}, not {found}: give tokens of {has}, '
-                'or leave it out'
-            )
+    def _take(self, family: Family, checks: Checks) -> None:
+        require_family_trained(family)
+        for name, reason in _SYNCHRONOUS.items() if family.asynchronous else ():
+            with checks.one(name):
+                if not getattr(self, name) or (name == 'recompute' and _stashes(family)):
+                    continue
+                raise ValueError(
+                    f'{name} is {getattr(self, name)!r}, but {family.name} is asynchronous '
+                    f'({reason}): leave it out, or take a synchronous schedule, such as zb-v'
+                )
+        object.__setattr__(self, 'schedule', TRAINED_BY.get(family.name, family.name))
+        with checks.one('num_chunks'):
+            checked_chunks(family, self.num_chunks)
+        with checks.one('memory_limit'):
+            require_no_limit(family, self.memory_limit, '{memory_limit}')
+        if family.in_shards:
+            object.__setattr__(self, 'vocab_parallel', OUTPUT)
 
     def _require_vocabulary(self) -> None:
         source = self.schedule
@@ -437,34 +432,112 @@ class Settings:
                     f'{source.name} has two barriers a microbatch: the output layer on all ranks '
                     'trains with one: make the schedule by zbpp plan --vocab-parallel'
                 )
-            found = BOTH if EMBEDDING in techniques_of(source) else self.vocab_parallel or OUTPUT
-            object.__setattr__(self, 'vocab_parallel', found)
+            layers = BOTH if EMBEDDING in techniques_of(source) else self.vocab_parallel or OUTPUT
+            object.__setattr__(self, 'vocab_parallel', layers)
         if self.vocab_parallel is None:
             return
-        if self.vocab_parallel not in SHARED_LAYERS:
-            known = ', '.join(map(repr, SHARED_LAYERS))
-            raise ValueError(f'vocab_parallel is {self.vocab_parallel!r}: give {known}, or None')
         for name in ('freeze', 'post_validation'):
             if getattr(self, name):
                 raise ValueError(
                     f'{name} is {getattr(self, name)!r}: it does not train with the output layer '
-                    'on all ranks yet: leave it out, or vocab_parallel'
+                    'on all ranks yet: leave it out, or {vocab_parallel}'
                 )
 
-    def _require_amount(self, name: str, amount: Amount) -> None:
-        find_technique(name).require(amount, self.num_chunks or sys.maxsize)
-        if self.schedule == AUTO:
-            raise ValueError(
-                f'{name}: auto plans orders only: name a schedule, or give a plan that '
-                'zbpp plan --actions has made'
-            )
+
+def _trace_folder(trace_dir: object) -> Path | None:
+    if trace_dir is None:
+        return None
+    if not isinstance(trace_dir, str | Path) or not str(trace_dir):
+        raise ValueError(f'trace_dir is {trace_dir!r}: give the path of a folder, or None')
+    path = Path(trace_dir)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f'trace_dir is {str(path)!r}, which is a file: give the path of a folder')
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    try:
+        if int(os.environ.get('RANK', 0)) == 0:  # which writes them
+            tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise ValueError(
+            f'trace_dir is {str(path)!r}, but nothing can be written in {there} '
+            f'({error.strerror}): give the path of another folder'
+        ) from error
+    return path
 
 
-def _is_layout(text: object) -> bool:
-    return isinstance(text, str) and re.fullmatch(r'E[t|]*[m|]*L', text) is not None
+def freeze_plan(file: object) -> FreezePlan | None:
+    """Return the freeze plan, read if a file is given; None: nothing is frozen."""
+    if file is None:
+        return None
+    from megatron_zbpp.ir import files
+    from megatron_zbpp.partitioning.freeze_plans import FreezePlan
+
+    if isinstance(file, FreezePlan):
+        return file
+    if not isinstance(file, str | Path):
+        raise ValueError(f'freeze is {file!r}: give the path of what zbpp freeze -o wrote, or None')
+    try:
+        return files.read(file, FreezePlan.from_json, 'what zbpp freeze -o wrote')
+    except ValueError as error:
+        raise ValueError(f'{error}: give what zbpp freeze -o wrote') from error
 
 
 OPTIONS = options_of(Settings)
+BY_FLAG = Names(
+    {name: each.flags[0].name if each.flags else name for name, each in OPTIONS.items()}
+    # of Megatron's settings, whose flag is not their name
+    | {
+        'fp8': '--fp8-format',
+        'fp4': '--fp4-format',
+        'apply_rope_fusion': '--rope-fusion',
+        'barrier_with_L1_time': '--barrier-with-level-1-timing',
+    },
+    flags=True,
+)
+# Megatron's arguments that place layers
+PLACING = (
+    'pipeline_model_parallel_layout',
+    'decoder_first_pipeline_num_layers',
+    'decoder_last_pipeline_num_layers',
+    'account_for_embedding_in_pipeline_split',
+    'account_for_loss_in_pipeline_split',
+)
+BY_BRIDGE = Names(
+    {name: f'model.{name}' for name in ('num_layers', *PLACING)}
+    # fields of Megatron-Bridge, and of a config, with other names than the argument
+    | {
+        'decoder_first_pipeline_num_layers': 'model.num_layers_in_first_pipeline_stage',
+        'decoder_last_pipeline_num_layers': 'model.num_layers_in_last_pipeline_stage',
+        'num_virtual_stages_per_pipeline_rank': 'model.virtual_pipeline_model_parallel_size',
+        'untie_embeddings_and_output_weights': 'share_embeddings_and_output_weights=False',
+    }
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Options that were given for a job."""
+
+    options: Mapping[str, Any]  # arguments of `enable`, by their names
+    names: Names = ARGUMENTS  # of options, as the person spells them
+    file: str | None = None  # of a schedule or a plan, in place of its name
+    problems: tuple[Problem, ...] = ()  # of flags that are no options by themselves
+
+    @classmethod
+    def of(cls, settings: Settings, names: Names, **more: Any) -> Request:
+        return cls({name: getattr(settings, name) for name in OPTIONS} | more, names)
+
+    def settings(self, checks: Checks, **more: Any) -> Settings | None:
+        """Return the settings without options that cannot be; None: not even the schedule can."""
+        options = {**self.options, **more}
+        while True:
+            tried = Checks()
+            with tried.one('schedule'):
+                return Settings(**options)
+            checks.problems += tried.problems
+            wrong = options.keys() & {each.option for each in tried.problems}
+            if not wrong or 'schedule' in wrong:
+                return None
+            options = {name: value for name, value in options.items() if name not in wrong}
 
 
 def meaning(name: str) -> str:

@@ -1,7 +1,7 @@
 """State that forwards leave outside of their result: kept, set back, or put off.
 
-Random states (the host's, the device's and those that Megatron tracks by name), buffers, and losses
-that Megatron only logs. Forwards that may be dropped show theirs when their iteration begins.
+That is random states (the host's, the device's and those that Megatron tracks by name), buffers,
+and losses that Megatron only logs.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_zbpp.mcore import compat
-from megatron_zbpp.post_validation.watch import Watched
 from megatron_zbpp.runtime.compat import unseen_by_autograd
+
+if TYPE_CHECKING:
+    from megatron_zbpp.post_validation.watch import Watched
 
 FIRST = 10  # steps or calls behind each of which values are compared
 
@@ -44,7 +46,6 @@ def set_random_states(host: torch.Tensor, device: torch.Tensor, tracked: dict) -
 
 
 def same_states(one: tuple, other: tuple) -> bool:
-    """Return whether both would draw the same."""
     (host, device, tracked), (host_too, device_too, tracked_too) = one, other
     return (
         torch.equal(host, host_too)
@@ -62,14 +63,6 @@ def put_back() -> Iterator[None]:
         yield
     finally:
         set_random_states(*now)
-
-
-@contextmanager
-def drawing_again(states: tuple) -> Iterator[None]:
-    """Draw what was drawn from `states` on; behind it, draw on as if nothing had been."""
-    with put_back():
-        set_random_states(*states)
-        yield
 
 
 @contextmanager
@@ -95,7 +88,7 @@ def show_losses(losses: dict[str, Any]) -> None:
 
 
 def isolated(step: Callable[[], object]) -> object:
-    """Return what `step` does, of which random states and logged losses have nothing left."""
+    """Return the result of `step`; random states and logged losses are as before it."""
     losses, mtp_losses = compat.logged_losses(), compat.logged_mtp_losses()
     with put_back(), emptied(losses), emptied(mtp_losses):
         return step()
@@ -103,11 +96,14 @@ def isolated(step: Callable[[], object]) -> object:
 
 def watched_of(models: Sequence[torch.nn.Module], with_main: bool = False) -> Watched:
     """Return the watched tensors of a rank's chunks; `with_main`: and of its optimizers."""
-    flat = [
-        (f"DDP's buffer {at} of parameters", buffer)
-        for model in models
-        for at, buffer in enumerate(compat.parameter_buffers(model))
-    ]
+    from megatron_zbpp.post_validation.watch import Watched
+
+    flat = []
+    for model in models:
+        # parameters are views of it: with the distributed optimizer only
+        data = (buffer.param_data for buffer in compat.ddp_buffers(model))
+        held = enumerate(each for each in data if each is not None)
+        flat += [(f"DDP's buffer {at} of parameters", memory) for at, memory in held]
     named = [each for model in models if with_main for each in model.named_parameters()]
     mains = ((name, getattr(p, 'main_param', None)) for name, p in named)
     flat += [(f'the main copy of {name}', main) for name, main in mains if main is not None]
@@ -116,11 +112,7 @@ def watched_of(models: Sequence[torch.nn.Module], with_main: bool = False) -> Wa
 
 @dataclass
 class SideEffects:
-    """Side effects of forwards that run ahead: seen when their iteration begins, or never.
-
-    Args:
-        models: the chunks of this rank.
-    """
+    """Side effects of forwards that run ahead: seen when their iteration begins, or never."""
 
     models: list[torch.nn.Module]
     _before: tuple = ()
@@ -132,10 +124,7 @@ class SideEffects:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Leave random states, buffers and logged losses as they were; keep what becomes of them.
-
-        So a program finds and saves, between two calls, what it would find without forwards ahead.
-        """
+        """Set back, behind it, what a program would find; keep what forwards have made of it."""
         states = self._before = random_states()
         before = [(b, b.detach().clone()) for m in self.models for _, b in m.named_buffers()]
         losses, mtp_losses = compat.logged_losses(), compat.logged_mtp_losses()
@@ -157,7 +146,7 @@ class SideEffects:
                 buffer.copy_(value)
 
     def drawn_since(self) -> bool:
-        """Return whether the program has used random states that forwards have used before it."""
+        """Return True if the program has used random states that forwards have used before it."""
         if same_states(self._random, self._before):
             return False
         return not same_states(random_states(), self._before)

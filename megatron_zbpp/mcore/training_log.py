@@ -2,63 +2,44 @@
 
     ... | number of nan iterations:   0 | idle GPU time: 4.0% | pipeline bubble: 3.1% | live ...
 
-All ranks come to the line of an iteration, and the last one prints it. There, where Megatron
-gathers its timers from all ranks, too, the figures of all iterations since the last line are
-gathered from the ranks of a pipeline; as Megatron's own, they are means. Between lines no rank
-waits for them.
-
-The loop says on all ranks when training is done, and when a limit of time or iterations, or a
-signal, ends the program before. There, where all ranks have met, the training is summed up in one
-line. A job that is killed says nothing.
-
-Megatron's report of memory knows two schedules: 1F1B, and interleaved 1F1B wherever a rank has
-several chunks. So it is asked about 1F1B, and a line behind it tells what a schedule holds that
-holds another number of microbatches.
+All ranks come to the line of an iteration, where Megatron gathers its timers: there figures of all
+iterations since the last line are gathered, too. Between lines no rank waits for them. Where all
+ranks meet because training is done, or a limit or a signal ends it, it is summed up in one line.
+Megatron's report of memory knows 1F1B, and interleaved 1F1B wherever a rank has several chunks. So
+it is asked about 1F1B, and a line behind it tells what another schedule holds.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
-from megatron_zbpp.analysis.fit_costs import measured_costs
 from megatron_zbpp.analysis.gain import RIVAL, gain_text, makespan_of
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.mcore.session import Session
-from megatron_zbpp.runtime.log import job_log, rank_log
-from megatron_zbpp.runtime.measure import Figures
+from megatron_zbpp.runtime.log import rank_log
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A training of one pipeline.
+    """A training of one pipeline."""
 
-    Attributes:
-        iterations: that the mean is of.
-        idle: share of all ranks' time in the longest window that no pass takes: the mean.
-        seconds: of an iteration, simulated with the times that the latest one took; None: of an
-            asynchronous schedule, which trains another model than 1F1B.
-        rival: seconds of 1F1B, simulated with the same times; None: they are not those of its
-            stages, as where all ranks share the output layer.
-        early_steps: optimizer steps taken before all ranks had agreed; None: none could be.
-        taken_back: how many of them did not stand.
-    """
-
-    iterations: int
-    idle: float
+    iterations: int  # that the mean is of
+    idle: float  # share of all ranks' time in the longest window that no pass takes: the mean
+    # of an iteration, simulated with the times that the latest one took; None: of an asynchronous
+    # schedule, which trains another model than 1F1B
     seconds: float | None = None
+    # of 1F1B, simulated with the same times; None: they are not those of its stages, as where all
+    # ranks share the output layer
     rival: float | None = None
-    early_steps: int | None = None
-    taken_back: int = 0
+    early_steps: int | None = None  # taken before all ranks had agreed; None: none could be
+    taken_back: int = 0  # early steps that did not stand
 
     def __str__(self) -> str:
         mean = f'{self.idle:.1%} idle GPU time in the mean of {self.iterations} iterations'
@@ -86,22 +67,20 @@ def summarise(session: Session) -> Summary | None:
     measured = None
     with session.collective('summary of the training'):
         (steps,) = interval.latest.from_all((counts,))
-        if session.endless is None:
+        if all(face.simulated for face in session.faces):
             measured = interval.latest.gather().timeline
     taken, back = map(max, zip(*steps, strict=True))
-    seconds, rival = (None, None) if measured is None else _simulated(measured, session.overlaps)
-    if not all(face.comparable for face in session.faces):
-        rival = None
+    seconds = rival = None
+    if measured is not None:
+        from megatron_zbpp.analysis.fit_costs import measured_costs
+
+        schedule, costs = measured.schedule, measured_costs(measured)
+        # 1F1B is never validated later
+        seconds = simulate(schedule, costs).value('window' if session.overlaps else 'makespan')
+        if all(face.comparable for face in session.faces):
+            rival = makespan_of(RIVAL, schedule, costs)
     mean = interval.idle / interval.iterations
-    found = taken if early else None
-    return Summary(interval.iterations, mean, seconds, rival, found, back)
-
-
-def _simulated(measured: Timeline, overlaps: bool) -> tuple[float, float | None]:
-    """Return seconds of an iteration and of 1F1B's, which is never validated later."""
-    costs = measured_costs(measured)
-    ours = simulate(measured.schedule, costs).value('window' if overlaps else 'makespan')
-    return ours, makespan_of(RIVAL, measured.schedule, costs)
+    return Summary(interval.iterations, mean, seconds, rival, taken if early else None, back)
 
 
 _TRAINING = 'megatron.training.training'
@@ -114,24 +93,16 @@ _SCALARS = {
 _EARLY = {'pipeline/early-steps': 'early_steps', 'pipeline/steps-taken-back': 'taken_back'}
 
 
-def with_metrics(session: Session, original: Callable) -> Callable:
-    """Return the replacement of `print_rank_last`."""
-
-    @functools.wraps(original)
-    def print_rank_last(message: str) -> None:
-        line = _LINE.match(str(message))
-        figures = None if line is None else session.figures()
-        if line is None or figures is None:
-            original(message)
-            return
-        original(f'{message} {figures}')
-        _write(sys.modules[_TRAINING], figures, int(line[1]))
-
-    return print_rank_last
-
-
-def _write(module: ModuleType, figures: Figures, iteration: int) -> None:
-    """Write to TensorBoard and Weights & Biases, where the rank has them, as Megatron does."""
+def with_metrics(session: Session, original: Callable, message: str) -> None:
+    """Print a line of an iteration, in place of `print_rank_last`, with figures of the pipeline."""
+    line = _LINE.match(str(message))
+    figures = None if line is None else session.figures()
+    if line is None or figures is None:
+        original(message)
+        return
+    original(f'{message} {figures}')
+    module, iteration = sys.modules[_TRAINING], int(line[1])
+    # to TensorBoard and Weights & Biases, where the rank has them, as Megatron does
     writer, wandb = module.get_tensorboard_writer(), module.get_wandb_writer()
     if not writer or iteration % module.get_args().tensorboard_log_interval:
         return
@@ -143,45 +114,28 @@ def _write(module: ModuleType, figures: Figures, iteration: int) -> None:
             wandb.log({name: value}, iteration)
 
 
-_ENDS = ('after training is done', 'exiting program')
-
-
-def with_summary(session: Session, original: Callable) -> Callable:
-    """Return the replacement of `print_datetime`."""
-
-    @functools.wraps(original)
-    def print_datetime(string: str, *args: Any, **kwargs: Any) -> None:
-        original(string, *args, **kwargs)  # waits for all ranks
-        summary = summarise(session) if str(string).startswith(_ENDS) else None
-        if summary is not None:
-            job_log.info(str(summary))
-
-    return print_datetime
-
-
-def with_schedule(session: Session, original: Callable) -> Callable:
-    """Return the replacement of `report_theoretical_memory`."""
-
-    @functools.wraps(original)
-    def report_theoretical_memory(
-        args: Any, num_microbatches: int | None = None, verbose: bool = False
-    ) -> Any:
-        ranks = args.pipeline_model_parallel_size
-        if session.latest is None or num_microbatches is None or ranks == 1:
-            return original(args, num_microbatches, verbose)
-        by_1f1b = copy.copy(args)
-        by_1f1b.virtual_pipeline_model_parallel_size = None
-        found = original(by_1f1b, num_microbatches, verbose)
-        schedule = session.programs.lowered(ranks, num_microbatches, forward_only=False).schedule
-        most = max(peak(schedule, Costs.uniform(schedule.placement)))
-        if found is None or most == min(ranks, num_microbatches):
-            return found
-        weights, activation, _ = found
-        activation *= most / min(ranks, num_microbatches)
-        rank_log.info(
-            f'that is of 1F1B; {schedule.name} has {most:g} microbatches in flight: '
-            f'activation={activation:.2f} MB, total={weights + activation:.2f} MB'
-        )
-        return weights, activation, weights + activation
-
-    return report_theoretical_memory
+def with_schedule(
+    session: Session,
+    original: Callable,
+    args: Any,
+    num_microbatches: int | None = None,
+    verbose: bool = False,
+) -> Any:
+    """Report memory, in place of `report_theoretical_memory`, and what the schedule holds."""
+    ranks = args.pipeline_model_parallel_size
+    if session.latest is None or num_microbatches is None or ranks == 1:
+        return original(args, num_microbatches, verbose)
+    by_1f1b = copy.copy(args)
+    by_1f1b.virtual_pipeline_model_parallel_size = None
+    found = original(by_1f1b, num_microbatches, verbose)
+    schedule = session.programs.lowered(ranks, num_microbatches, forward_only=False).schedule
+    most = max(peak(schedule, Costs.uniform(schedule.placement)))
+    if found is None or most == min(ranks, num_microbatches):
+        return found
+    weights, activation, _ = found
+    activation *= most / min(ranks, num_microbatches)
+    rank_log.info(
+        f'that is of 1F1B; {schedule.name} has {most:g} microbatches in flight: '
+        f'activation={activation:.2f} MB, total={weights + activation:.2f} MB'
+    )
+    return weights, activation, weights + activation

@@ -14,14 +14,10 @@ each kind are used. Links count with the fastest there is, memory not at all.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from functools import cached_property
-from itertools import pairwise
 from math import prod
-from typing import NamedTuple
 
-from megatron_zbpp.partitioning.layers import Layers
-from megatron_zbpp.partitioning.space import Partition, Space
+from megatron_zbpp.partitioning.space import Partition, Space, cuts_near
 
 _ROUNDS = 60  # halvings of an interval of times
 _MOST_STATES = 20_000
@@ -29,25 +25,13 @@ _MOST_STATES = 20_000
 Factors = tuple[float, float, float]
 
 
-class _Times(NamedTuple):
-    """Prefix sums over layers."""
-
-    forward: list[float]
-    backward: list[float]
-    weight: list[float]
-
-
 class Bounds:
-    """Bounds of one space's partitions.
-
-    Args:
-        space: see there.
-    """
+    """Bounds of one space's partitions."""
 
     def __init__(self, space: Space) -> None:
         self.space = space
         layers = space.layers
-        self._sums = _Times(*(layers.sums(name) for name in ('forward', 'backward', 'weight')))
+        self._sums = [layers.sums(name) for name in ('forward', 'backward', 'weight')]
         used = [device.factors for device in space.devices.devices]
         self._fastest: Factors = tuple(map(min, zip(*used, strict=True)))  # type: ignore[assignment]
         ranks = range(len(used))
@@ -75,7 +59,6 @@ class Bounds:
         return max(found, *(start + m * own for start, own in zip(starts, work, strict=True)))
 
     def _own(self, partition: Partition, stage: int, start: int, end: int) -> Factors:
-        """Return times of F, B and W of a stage of these layers."""
         rank = partition.placement.only_route[stage]
         device = self.space.devices.devices[partition.order[rank]]
         return self._times(device.factors, start, end)
@@ -102,31 +85,21 @@ class Bounds:
     @cached_property
     def overall(self) -> float:
         """The bound that no schedule on any allowed partition is below."""
-        return min(
-            max(
-                self._balanced(), self.chain()[0] if placement.num_chunks == 1 else self._heaviest()
-            )
-            for placement in self.space.placements
-        )
-
-    def _heaviest(self) -> float:
-        """Return the bound that one layer is on one rank."""
-        m = self.space.num_microbatches
-        each = range(len(self.space.layers))
-        return max(m * sum(self._times(self._fastest, at, at + 1)) for at in each)
-
-    def _balanced(self) -> float:
-        """Return all the work, divided as if layers could be."""
+        m, each = self.space.num_microbatches, range(len(self.space.layers))
         speeds = [1 / min(device.factors) for device in self.space.devices.devices]
-        m, total = self.space.num_microbatches, sum(sums[-1] for sums in self._sums)
-        return m * total / sum(speeds)
+        divided = m * sum(sums[-1] for sums in self._sums) / sum(speeds)  # as if layers could be
+        heaviest = max(m * sum(self._times(self._fastest, at, at + 1)) for at in each)
+        chunks = (placement.num_chunks for placement in self.space.placements)
+        return max(divided, min(self.chain()[0] if v == 1 else heaviest for v in chunks))
 
-    def chain(self) -> tuple[float, list[int], list[Factors]]:
+    def chain(self) -> tuple[float, tuple[int, ...], list[Factors]]:
         """Return the least bound of one chunk a rank, its cuts, and the factors of each rank.
 
         The order of the devices is the given one if it is kept, and free if not.
         """
-        whole = self._stage(0, len(self.space.layers), self._slowest)
+        used = [device.factors for device in self.space.devices.devices]
+        first, second, third = map(max, zip(*used, strict=True))
+        whole = self._stage(0, len(self.space.layers), (first, second, third))
         high = 2 * whole + 2 * self._edge * len(self.space.devices)
         low = 0.0
         best = self._reached(high)
@@ -141,13 +114,7 @@ class Bounds:
                 high, best = middle, found
         assert best is not None  # one stage could have it all
         ends, kinds = best
-        return low, _at_least_one(ends, self.space.layers), kinds
-
-    @property
-    def _slowest(self) -> Factors:
-        used = [device.factors for device in self.space.devices.devices]
-        first, second, third = map(max, zip(*used, strict=True))
-        return first, second, third
+        return low, cuts_near(self.space.layers, ends[:-1], float), kinds
 
     def _stage(self, start: int, end: int, factors: Factors, stage: int = 0) -> float:
         """Return the bound of a stage of these layers; heads with the fastest factors."""
@@ -211,16 +178,3 @@ class Bounds:
             else:
                 high = middle - 1
         return low
-
-
-def _at_least_one(ends: Sequence[int], layers: Layers) -> list[int]:
-    """Return cuts near these ends, of which each stage has a layer and m are together."""
-    count, splits = len(ends), sorted(layers.splits())
-    chosen: list[int] = []
-    for stage, end in enumerate(ends[:-1]):
-        least = splits.index(chosen[-1]) + 1 if chosen else 0
-        most = len(splits) - (count - 1 - stage)
-        near = min(range(least, most + 1), key=lambda at: abs(splits[at] - end))
-        chosen.append(splits[near])
-    marks = [0, *chosen, len(layers)]
-    return [b - a for a, b in pairwise(marks)]

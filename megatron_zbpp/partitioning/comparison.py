@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import NamedTuple
 
 from megatron_zbpp.analysis.gain import RIVAL
@@ -12,10 +13,8 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.bounds import Bounds
-from megatron_zbpp.partitioning.devices import Devices
-from megatron_zbpp.partitioning.layers import Layers
-from megatron_zbpp.partitioning.ranking import named_schedule
-from megatron_zbpp.partitioning.search import climb, moved_layers
+from megatron_zbpp.partitioning.layers import Devices, Layers
+from megatron_zbpp.partitioning.search import climb, moved_layers, named_schedule
 from megatron_zbpp.partitioning.space import (
     Partition,
     Space,
@@ -30,32 +29,19 @@ EVEN, BEST = PARTITIONS = 'even', 'best'
 
 
 class Row(NamedTuple):
-    """One schedule on one partition at one latency; a row of the CSV.
+    """One schedule on one partition at one latency; a row of the CSV."""
 
-    Attributes:
-        schedule: its name.
-        partition: 'even' as Megatron divides, or 'best', the best found for that schedule.
-        layout: of it.
-        latency: of a message between two ranks, beside what the devices' links take.
-        makespan, window: simulated.
-        gain: time saved against 1F1B on the even partition at that latency.
-        bubble: share of the longest window in which even the busiest rank idles.
-        peak: most activations of a rank, in the unit of the layers.
-        memory: most of a rank, parameters included.
-        fits: whether each rank stays within its memory.
-    """
-
-    schedule: str
-    partition: str
-    layout: str
-    latency: float
-    makespan: float
-    window: float
-    gain: float
-    bubble: float
-    peak: float
-    memory: float
-    fits: bool
+    schedule: str  # its name
+    partition: str  # 'even' as Megatron divides, or 'best', the best found for that schedule
+    layout: str  # of the partition
+    latency: float  # of a message between two ranks, beside what the devices' links take
+    makespan: float  # simulated
+    window: float  # the same
+    gain: float  # time saved against 1F1B on the even partition at that latency
+    bubble: float  # share of the longest window in which even the busiest rank idles
+    peak: float  # most activations of a rank, in the unit of the layers
+    memory: float  # most of a rank, parameters included
+    fits: bool  # True if each rank stays within its memory
 
 
 def compared(
@@ -70,27 +56,16 @@ def compared(
 ) -> Iterator[Row]:
     """Yield a row for each schedule that can be built, each partition and each latency.
 
-    Args:
-        layers: of the model.
-        devices: rank r is device r.
-        num_microbatches: m.
-        names: of schedules.
-        latencies: to try.
-        partitions: 'even', 'best' or both.
-        rounds: simulations at most of a search for the best partition.
-        memory_limit: most that a rank may hold, or each, parameters included; beside the memory
-            of the devices.
-
-    Raises:
-        ValueError: no schedule has one of the names.
+    Rank r is device r. `rounds` limits the simulations of a search for the best partition,
+    `memory_limit` what a rank may hold, parameters included, beside the memory of the devices.
     """
     schedules, _ = comparable(names, layers, len(devices), num_microbatches)
     for latency in latencies:
         slow = with_latency(devices, latency)
-        loop = Space.of(layers, slow, num_microbatches, [Placement.loop(len(devices))])
+        loop = Space(layers, slow, num_microbatches, [Placement.loop(len(devices))])
         rival = simulate(*_Held.of(loop, loop.even(), RIVAL)[:2]).makespan
         for name, schedule in schedules.items():
-            space = Space.of(
+            space = Space(
                 layers, slow, num_microbatches, [schedule.placement], memory_limit, keep_order=True
             )
             even = space.even(schedule.placement)
@@ -115,16 +90,15 @@ def best_for(space: Space, known: Mapping[Partition, _Held], name: str, rounds: 
     It is searched from the even one, from stages of about equal time, and from those of the bound;
     where none of them keeps the memory, from partitions near them that do.
     """
-    bounds, left = Bounds(space), [rounds]
+    bounds, left = Bounds(space), count(rounds - 1, -1)
 
     def go_on(_: object) -> bool:
-        left[0] -= 1
-        return left[0] > 0
+        return next(left) > 0
 
     (even,) = known
     starts = [even, space.balanced(even.placement, even.order)]
     if even.placement.num_chunks == 1:
-        starts.append(replace(even, cuts=tuple(bounds.chain()[1])))
+        starts.append(replace(even, cuts=bounds.chain()[1]))
     starts = list(dict.fromkeys(starts))
     found = [climb(space, bounds, start, (name,), go_on) for start in starts]
     if not any(found):
@@ -149,37 +123,29 @@ def _within(space: Space, where: Partition, held: _Held, name: str) -> Partition
 def comparable(
     names: Iterable[str], layers: Layers, num_ranks: int, m: int
 ) -> tuple[dict[str, Schedule], dict[str, str]]:
-    """Return schedules with their usual chunks, and why the others cannot be compared.
-
-    Raises:
-        ValueError: no schedule has one of the names.
-    """
+    """Return schedules with their usual chunks, and why the others cannot be compared."""
     found: dict[str, Schedule] = {}
     skipped: dict[str, str] = {}
+    stages = len(layers.splits()) + 1
     for name in names:
-        find(name)
+        family = find(name)
         try:
-            found[name] = _comparable(name, layers, num_ranks, m)
+            schedule = build(name, num_ranks, m)
         except ValueError as error:
             skipped[name] = str(error).partition('\n')[0]
+            continue
+        if not schedule.placement.is_one_way:
+            skipped[name] = 'it runs both ways: a partition is for one'
+        elif family.moves:
+            skipped[name] = 'it copies activations, and a file of layers has no times of copies'
+        elif schedule.num_stages > stages:
+            skipped[name] = (
+                f'it has {schedule.num_stages} stages, and the layers make {stages} at most: give '
+                'fewer ranks'
+            )
+        else:
+            found[name] = schedule
     return found, skipped
-
-
-def _comparable(name: str, layers: Layers, num_ranks: int, m: int) -> Schedule:
-    """Return a schedule with its usual chunks, if it can be compared on partitions."""
-    family = find(name)
-    schedule = build(name, num_ranks, m)
-    if not schedule.placement.is_one_way:
-        raise ValueError('it runs both ways: a partition is for one')
-    if family.moves:
-        raise ValueError('it copies activations, and a file of layers has no times of copies')
-    stages = len(layers.splits()) + 1
-    if schedule.num_stages > stages:
-        raise ValueError(
-            f'it has {schedule.num_stages} stages, and the layers make {stages} at most: give '
-            'fewer ranks'
-        )
-    return schedule
 
 
 class _Held(NamedTuple):

@@ -19,12 +19,11 @@ from collections.abc import Iterable, Sequence
 from math import fsum
 from statistics import median, median_low
 
-from megatron_zbpp.analysis.least_squares import non_negative
 from megatron_zbpp.ir import B, F, Placement, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.plan_costs import message_times
-from megatron_zbpp.partitioning.devices import Device, Devices
-from megatron_zbpp.partitioning.layers import KINDS, Layer, Layers
+from megatron_zbpp.partitioning.layers import KINDS, Device, Devices, Layer, Layers
+from megatron_zbpp.techniques.slices.balance import non_negative
 
 _LEAST = 0.05  # a smaller difference is that of measuring
 _SLOW = 1.2  # times as long as usual: then a rank of a replica is worth a word
@@ -32,16 +31,11 @@ _MANY = 3  # of fewer replicas none is the usual one
 
 
 def rank_factors(stages: Sequence[str], ranks: Sequence[int], costs: Costs) -> tuple[float, ...]:
-    """Return by what each rank multiplies the times of layers; 1 where that cannot be told.
+    """Return the factors by which ranks multiply the times of layers; 1 where they are unknown.
 
     >>> costs = Costs.of(*[(2.0, 2.0, 3.0, 4.0)] * 3)
     >>> rank_factors(('Ett', 'tt', 'tt', 'tL'), (0, 1, 2, 3), costs)
     (1.0, 1.0, 1.5, 1.0)
-
-    Args:
-        stages: the letters of their layers, in model order.
-        ranks: of the stages.
-        costs: of the stages, measured.
     """
     same = [stage for stage, own in enumerate(stages) if len(set(own)) == 1]
     holders = Counter(kind for kind, _ in {(stages[s][0], ranks[s]) for s in same})
@@ -68,13 +62,8 @@ def measured_devices(
     """Return the ranks as devices: their factors, and links that take what messages took.
 
     Of unlike messages between two ranks links take what the fastest took: the rest is of the
-    stages, whose `hops` say it.
-
-    Args:
-        stages: the letters of their layers, in model order.
-        placement: of the stages.
-        costs: of the stages, measured.
-        layers_alike: whether layers of a letter are; if not, no rank is taken for a slower one.
+    stages, whose `hops` say it. Where layers of a letter are not alike, no rank is taken for a
+    slower one.
     """
     ranks = range(placement.num_ranks)
     factors = (1.0,) * len(ranks)
@@ -90,15 +79,12 @@ def slow_ranks(
 ) -> dict[int, float]:
     """Return the ranks that take longer than others for the same stages, and how many times.
 
-    Nothing where there are fewer than three pipelines: of two, neither is the usual one.
+    Nothing where there are fewer than three pipelines: of two, neither is the usual one. `found`
+    has the ranks of the job in a pipeline, and what its stages took, once or more for each.
 
     >>> usual, slow = Costs.of(*[(1.0, 1.0)] * 3), Costs.of(*[(1.0, 1.5)] * 3)
     >>> slow_ranks([((0, 3), usual), ((1, 4), slow), ((2, 5), usual)], Placement.loop(2))
     {4: 1.5}
-
-    Args:
-        found: ranks of the job in a pipeline, and what its stages took, once or more for each.
-        placement: of the stages on the ranks of a pipeline.
     """
     taken: dict[tuple[int, int], list[float]] = defaultdict(list)
     for ranks, costs in found:
@@ -126,15 +112,9 @@ def fit_layers(
 ) -> tuple[Layers, float]:
     """Return the layers of the first layout, and the largest error of a stage, as a share.
 
-    Args:
-        measured: layouts such as `Ett|tt|ttL`, each with times of its stages.
-        constant: whether each stage may take a time of its own; else its layers take all.
-        factors: by which the rank of each stage, of all layouts in turn, multiplies times; default:
-            ranks are alike.
-
-    Raises:
-        ValueError: a layout has a letter of no layer, other stages than its costs, or other layers
-            than the first.
+    `measured` are layouts such as `Ett|tt|ttL`, each with times of its stages. With `constant` each
+    stage may take a time of its own. `factors` multiply the times of the rank of each stage, of all
+    layouts in turn.
     """
     layouts = [text.split('|') for text, _ in measured]
     for (text, costs), stages in zip(measured, layouts, strict=True):
@@ -158,38 +138,25 @@ def fit_layers(
         for stages in layouts
         for stage in stages
     ]
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, float]] = {}  # by field of `Layer`, and kind of layer
     error = 0.0
-    for name in (*_TIMED, 'activation', 'retained', 'parameters'):
-        values = [value for _, costs in measured for value in _values(costs, name)]
-        timed = name in _TIMED
+    for name, kind in _TIMED.items():
+        values = [value for _, costs in measured for value in costs.times[kind]]
         own = rows
-        if timed and factors:
+        if factors:
             own = [[x * each for x in row] for row, each in zip(rows, factors, strict=True)]
         solved = non_negative(own, values)
         found[name] = dict(zip(kinds, solved, strict=True))
-        if timed:
-            error = max(error, _error(own, values, solved))
+        scale = max(values, default=0.0) or 1.0
+        for row, value in zip(own, values, strict=True):
+            predicted = sum(x * y for x, y in zip(row, solved, strict=True))
+            error = max(error, abs(predicted - value) / scale)
+    for name in ('activation', 'retained', 'parameters'):
+        held = (c.parameters if name == 'parameters' else c.amounts[name] for _, c in measured)
+        solved = non_negative(rows, [value for own in held for value in own])
+        found[name] = dict(zip(kinds, solved, strict=True))
     made = [
         Layer(kind, **{name: each[kind] for name, each in found.items()})
         for kind in ''.join(layouts[0])
     ]
     return Layers(tuple(made)), error
-
-
-def _values(costs: Costs, name: str) -> Sequence[float]:
-    """Return the entries of a field of `Layer`, by stage."""
-    if name in _TIMED:
-        return costs.times[_TIMED[name]]
-    return costs.parameters if name == 'parameters' else costs.amounts[name]
-
-
-def _error(
-    rows: Sequence[Sequence[float]], values: Sequence[float], solved: Sequence[float]
-) -> float:
-    """Return the largest error, as a share of the largest value."""
-    scale = max(values, default=0.0) or 1.0
-    return max(
-        abs(sum(x * y for x, y in zip(row, solved, strict=True)) - value) / scale
-        for row, value in zip(rows, values, strict=True)
-    )

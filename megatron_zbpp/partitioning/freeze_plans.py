@@ -13,7 +13,7 @@ first stage gradients of the front layers are drawn more often. The last stage k
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -21,7 +21,7 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
-from megatron_zbpp.ir import Pass, Schedule, Task, W, strict_json
+from megatron_zbpp.ir import Pass, Schedule, W, strict_json
 from megatron_zbpp.ir.costs import Costs
 
 FREEZE_STEPS = 4  # two programmes, each written down and solved
@@ -55,100 +55,63 @@ def freeze(
 ) -> Freezing:
     """Return the shares that make a batch shortest, and of those the least.
 
-    Args:
-        schedule: one that `check` accepts.
-        costs: of its stages; a frozen BW takes its B, a frozen W nothing.
-        most: mean share of a stage that may be left out, from 0 to 1.
-        progress: called with the share that is done, after each of `FREEZE_STEPS` steps.
-
-    Raises:
-        ValueError: OR-tools is not installed, or `most` is no share.
+    A frozen BW takes its B, a frozen W nothing. `most` is the mean share of a stage that may be
+    left out, from 0 to 1; `progress` is called after each of `FREEZE_STEPS` steps.
     """
     if not 0 <= most <= 1:
         raise ValueError(f'a most of {most} is no share: give a number from 0 to 1')
-    programme = _Programme(schedule, costs, 0.0)
-    progress(1 / FREEZE_STEPS)
-    found = without = programme.solve()
+    found = without = _solved(schedule, costs, 0.0, lambda: progress(1 / FREEZE_STEPS))
     progress(2 / FREEZE_STEPS)
     if most:
-        programme = _Programme(schedule, costs, most)
-        progress(3 / FREEZE_STEPS)
-        found = programme.solve()
+        found = _solved(schedule, costs, most, lambda: progress(3 / FREEZE_STEPS))
     progress(1.0)
     return Freezing(found.makespan, without.makespan, found.ratios)
 
 
-class _Programme:
-    """The linear programme, for GLOP."""
-
-    def __init__(self, schedule: Schedule, costs: Costs, most: float) -> None:
-        try:
-            glop: Any = import_module('ortools.linear_solver.pywraplp')
-        except ImportError as error:
-            raise ValueError('freezing needs OR-tools: pip install ortools') from error
-        costs.require(schedule.placement)
-        solver: Any = glop.Solver.CreateSolver('GLOP')
-        self._solver: Any = solver
-        self._schedule, self._costs = schedule, costs
-        self._end: Any = solver.NumVar(0, solver.infinity(), '')
-        self._starts: dict[Pass, Any] = {}
-        self._lengths: dict[Pass, Any] = {}
-        self._saved: dict[Pass, float] = {}  # by pass: what freezing may save
-        for p in _passes(schedule):
-            self._add(p)
-        for p in _passes(schedule):
-            self._order(p)
-        for order in schedule.passes:
-            for before, after in pairwise(order):
-                solver.Add(self._starts[before] + self._lengths[before] <= self._starts[after])
-        self._limit(most)
-        freezing = sum(self._lengths[p] * (1 / saved) for p, saved in self._saved.items())
-        solver.Minimize(_FIRST * self._end - freezing)
-
-    def _add(self, p: Pass) -> None:
-        """Add a start, and a duration between its least and its most."""
-        rank = self._schedule.rank_of(p)
-        full = self._costs.duration(self._schedule.graph, p.kind, p.stage, rank, p.slice)
-        speed = self._costs.speeds[rank] if self._costs.speeds else 1.0
-        weights = p.kind in self._schedule.graph.doers[W]
-        own = Task(W, p.stage, p.slice)
-        whole = self._costs.time(own) * self._costs.share(W, own, self._schedule.graph.num_slices)
-        saved = whole / speed if weights else 0.0
-        self._starts[p] = self._solver.NumVar(0, self._solver.infinity(), '')
-        self._lengths[p] = self._solver.NumVar(full - saved, full, '')
-        if saved:
-            self._saved[p] = saved
-
-    def _order(self, p: Pass) -> None:
-        rank, solver = self._schedule.rank_of(p), self._solver
-        for q in self._schedule.predecessors(p):
-            edge = self._costs.edge(self._schedule.rank_of(q), rank, (q.stage, p.stage))
-            solver.Add(self._starts[q] + self._lengths[q] + edge <= self._starts[p])
-        solver.Add(self._starts[p] + self._lengths[p] <= self._end)
-
-    def _limit(self, most: float) -> None:
-        """Add the most of freezing of each stage."""
-        for stage in range(self._schedule.num_stages):
-            own = [p for p in self._saved if p.stage == stage]
-            if own:
-                saved = sum(self._lengths[p].ub() - self._lengths[p] for p in own)
-                self._solver.Add(saved <= most * sum(self._saved[p] for p in own))
-
-    def solve(self) -> Freezing:
-        status = self._solver.Solve()
-        if status != self._solver.OPTIMAL:
-            raise RuntimeError(f'GLOP ended with status {status}')
-        ratios = {
-            p: (self._lengths[p].ub() - self._lengths[p].solution_value()) / saved
-            for p, saved in self._saved.items()
-        }
-        end = self._end.solution_value()
-        return Freezing(end, end, {p: min(max(r, 0.0), 1.0) for p, r in ratios.items()})
-
-
-def _passes(schedule: Schedule) -> Iterator[Pass]:
-    for order in schedule.passes:
-        yield from order
+def _solved(schedule: Schedule, costs: Costs, most: float, written: Callable[[], None]) -> Freezing:
+    """Return the solution of the linear programme, by GLOP; `written` is called before that."""
+    try:
+        glop: Any = import_module('ortools.linear_solver.pywraplp')
+    except ImportError as error:
+        raise ValueError('freezing needs OR-tools: pip install ortools') from error
+    costs.require(schedule.placement)
+    solver: Any = glop.Solver.CreateSolver('GLOP')
+    end: Any = solver.NumVar(0, solver.infinity(), '')
+    starts: dict[Pass, Any] = {}
+    lengths: dict[Pass, Any] = {}  # each between that of a frozen pass and that of a whole one
+    saved: dict[Pass, float] = {}  # by pass: what freezing may save
+    passes = [p for order in schedule.passes for p in order]
+    for p in passes:
+        graph, at = schedule.graph, (p.stage, schedule.rank_of(p), p.slice)
+        full = costs.duration(graph, p.kind, *at)
+        less = costs.duration(graph, W, *at) if p.kind in graph.doers[W] else 0.0
+        starts[p] = solver.NumVar(0, solver.infinity(), '')
+        lengths[p] = solver.NumVar(full - less, full, '')
+        saved |= {p: less} if less else {}
+    for p in passes:
+        rank = schedule.rank_of(p)
+        for q in schedule.predecessors(p):
+            edge = costs.edge(schedule.rank_of(q), rank, (q.stage, p.stage))
+            solver.Add(starts[q] + lengths[q] + edge <= starts[p])
+        solver.Add(starts[p] + lengths[p] <= end)
+    for before, after in (pair for order in schedule.passes for pair in pairwise(order)):
+        solver.Add(starts[before] + lengths[before] <= starts[after])
+    for stage in range(schedule.num_stages):
+        held = [p for p in saved if p.stage == stage]
+        if held:
+            frozen = sum(lengths[p].ub() - lengths[p] for p in held)
+            solver.Add(frozen <= most * sum(saved[p] for p in held))
+    freezing = sum(lengths[p] * (1 / less) for p, less in saved.items())
+    solver.Minimize(_FIRST * end - freezing)
+    written()
+    status = solver.Solve()
+    if status != solver.OPTIMAL:
+        raise RuntimeError(f'GLOP ended with status {status}')
+    ratios = {
+        p: (lengths[p].ub() - lengths[p].solution_value()) / less for p, less in saved.items()
+    }
+    taken = end.solution_value()
+    return Freezing(taken, taken, {p: min(max(r, 0.0), 1.0) for p, r in ratios.items()})
 
 
 FORMAT = 'megatron_zbpp.freeze/1'
@@ -218,13 +181,9 @@ class FreezePlan:
         return 1.0 if step >= self.full else (step - start) / (self.full - start)
 
     def left_out(self, step: int, stage: int, microbatch: int, count: int) -> frozenset[int]:
-        """Return which of the weight gradients of a pass are left out.
+        """Return the numbers of the weight gradients that a pass leaves out.
 
-        Args:
-            step: of the training, from 0.
-            stage: of the pass.
-            microbatch: of the pass.
-            count: how many there are, the last layer's first.
+        There are `count` of them, the last layer's first.
         """
         ratio = self._by_key.get((stage, microbatch), 0.0) * self.share(step)
         last = stage == self.schedule.num_stages - 1
@@ -232,14 +191,12 @@ class FreezePlan:
         if number <= 0:
             return frozenset()
         chance = Random(f'{self.seed} {step // _REDRAWN} {stage} {microbatch}')
+        weights = [1.0] * count
+        if not stage and count > 1:
+            weights = [_BACK + (1 - _BACK) * at / (count - 1) for at in range(count)]
         # the largest of u^(1/w) are a draw by weights, without replacement
-        keys = [chance.random() ** (1 / self._weight(stage, at, count)) for at in range(count)]
+        keys = [chance.random() ** (1 / weight) for weight in weights]
         return frozenset(sorted(range(count), key=lambda at: -keys[at])[:number])
-
-    def _weight(self, stage: int, at: int, count: int) -> float:
-        if stage or count < 2:
-            return 1.0
-        return _BACK + (1 - _BACK) * at / (count - 1)
 
     def to_json(self) -> str:
         """Return one JSON object; `from_json` reads it back to an equal value."""
@@ -258,22 +215,14 @@ class FreezePlan:
 
     @classmethod
     def from_json(cls, text: str) -> FreezePlan:
-        """Return the plan that `to_json` wrote.
-
-        Raises:
-            ValueError: `text` is none; the message names the field.
-        """
+        """Return the plan that `to_json` wrote."""
         data: Any = strict_json.loads(text)
         strict_json.require(data, _FIELDS)
         strict_json.require(data['ratios'], {}, dict.fromkeys(data['ratios'], strict_json.number))
         return cls(
             Schedule.from_object(data['schedule']),
             tuple(sorted((Pass.parse(name), ratio) for name, ratio in data['ratios'].items())),
-            data['makespan'],
-            data['without_freezing'],
-            data['warm_up'],
-            data['unit'],
-            data['seed'],
+            *(data[name] for name in ('makespan', 'without_freezing', 'warm_up', 'unit', 'seed')),
         )
 
 

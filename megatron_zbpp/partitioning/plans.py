@@ -14,48 +14,33 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.formats import BYTES, MANY, Units, memory_of_plan
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.partitioning.bounds import Bounds
-from megatron_zbpp.partitioning.devices import Devices
-from megatron_zbpp.partitioning.layers import Layers
-from megatron_zbpp.partitioning.ranking import rank
-from megatron_zbpp.partitioning.search import Finder, Outcome, schedule_of
+from megatron_zbpp.partitioning.layers import Devices, Layers
+from megatron_zbpp.partitioning.search import Outcome, PartitionSearch, rank, schedule_of
 from megatron_zbpp.partitioning.space import Partition, Space, parameters_held, stage_costs
-from megatron_zbpp.partitioning.strategies.by_name import choose
+from megatron_zbpp.partitioning.strategies import choose
 from megatron_zbpp.schedules import find
 
 
 @dataclass(frozen=True)
 class PartitionPlan:
-    """A partition, where its stages are, and their schedule.
+    """A partition, where its stages are, and their schedule."""
 
-    Attributes:
-        schedule: checked.
-        cuts: layers of each stage in model order, embedding and loss counted.
-        device_order: the device of each rank of the schedule. Where devices differ, these are
-            Megatron's ranks, of which the last has the loss.
-        layout: for `--pipeline-model-parallel-layout`.
-        costs: of the stages on their devices.
-        parameters: that each rank holds, in the same unit as its activations.
-        objective: 'makespan', 'window' or 'period'.
-        value: what it takes by `objective`.
-        lower_bound: no allowed partition takes less.
-        even: value of the even split with 1F1B on the devices as they are named; None: it does not
-            fit the memory, or there are too few layers.
-        even_peak: most that a rank holds by that, as `peak_activations`.
-        repeats: whether the same inputs give the same plan again.
-    """
-
-    schedule: Schedule
-    cuts: tuple[int, ...]
+    schedule: Schedule  # checked
+    cuts: tuple[int, ...]  # layers of each stage in model order, embedding and loss counted
+    # the device of each rank of the schedule. Where devices differ, these are Megatron's ranks, of
+    # which the last has the loss
     device_order: tuple[int, ...]
-    layout: str
-    costs: Costs
-    parameters: tuple[float, ...]
-    objective: str
-    value: float
-    lower_bound: float
+    layout: str  # for `--pipeline-model-parallel-layout`
+    costs: Costs  # of the stages on their devices
+    parameters: tuple[float, ...]  # that each rank holds, in the same unit as its activations
+    objective: str  # 'makespan', 'window' or 'period'
+    value: float  # by `objective`
+    lower_bound: float  # no allowed partition takes less
+    # value of the even split with 1F1B on the devices as they are named, and the most that a rank
+    # holds by that, as `peak_activations`; None: it does not fit, or there are too few layers
     even: float | None
     even_peak: float | None
-    repeats: bool
+    repeats: bool  # True if the same inputs give the same plan again
 
     @property
     def timeline(self) -> Timeline:
@@ -80,12 +65,7 @@ class PartitionPlan:
         return Units('units of the layers', BYTES if most >= MANY else 'units of the layers')
 
     def facts(self, layers: Layers | None = None, devices: Devices | None = None) -> dict[str, Any]:
-        """Return what `zbpp partition --json` prints, and a plan's file holds.
-
-        Args:
-            layers: for which it was made; None: they are not written.
-            devices: the same.
-        """
+        """Return the fields of `zbpp partition --json`, as a plan's file has them, with inputs."""
         timeline = self.timeline
         inputs = {'layers': layers, 'devices': devices}
         return {
@@ -103,15 +83,11 @@ class PartitionPlan:
 
 
 class PartitionInterrupted(KeyboardInterrupt):
-    """Ctrl-C while partitioning.
-
-    Attributes:
-        best: the best plan by then.
-    """
+    """Ctrl-C while partitioning."""
 
     def __init__(self, best: PartitionPlan) -> None:
         super().__init__()
-        self.best = best
+        self.best = best  # plan by then
 
 
 def partition(
@@ -159,11 +135,17 @@ def partition(
     if isinstance(devices, int):
         devices = Devices.alike(devices)
     allowed = default_placements(layers, len(devices)) if placements is None else placements
-    space = Space.of(
+    space = Space(
         layers, devices, num_microbatches, allowed, memory_limit, objective, fused, keep_order
     )
     if not space.alike:
-        space = replace(space, placements=tuple(map(_loss_last, space.placements)))
+        loss_last = (
+            placement.reversed()
+            if placement.num_ranks > 1 and placement.only_route[-1] == 0
+            else placement
+            for placement in space.placements
+        )
+        space = replace(space, placements=tuple(loss_last))
     for name in schedules:
         if find(name).num_routes > 1:
             raise ValueError(
@@ -175,28 +157,18 @@ def partition(
                 f'{name} is asynchronous, and a partition is for one iteration: take a '
                 'synchronous schedule, such as zb-v'
             )
-    finder = Finder(space, tuple(schedules), top, seconds, seed, progress)
-    found = finder.find(exact)
+    search = PartitionSearch(space, tuple(schedules), top, seconds, seed, progress)
+    found = search.find(exact)
     made = _plan(space, found)
     if found.interrupted:
         raise PartitionInterrupted(made)
     return made
 
 
-def _loss_last(placement: Placement) -> Placement:
-    on_first = placement.num_ranks > 1 and placement.only_route[-1] == 0
-    return placement.reversed() if on_first else placement
-
-
 def partition_by(strategy: str, space: Space) -> tuple[PartitionPlan, str]:
-    """Return what a strategy chooses, on one device a stage, and what it says of its own plan.
+    """Return the choice of a strategy, on one device a stage, and its own plan in words.
 
-    Args:
-        strategy: pipedream, dapple, pipe-torch, spp or 2bw.
-        space: with a loop of one chunk a rank among its placements.
-
-    Raises:
-        ValueError: it is not known, not for such devices, or its choice does not fit the memory.
+    The space has a loop of one chunk a rank among its placements.
     """
     choice = choose(strategy, space)
     found = rank(space, choice.partition)

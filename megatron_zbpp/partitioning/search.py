@@ -1,7 +1,7 @@
 """The best partition, device order and schedule that can be found: the way of `zbpp partition`.
 
 1. Candidates. Those of the bound's table (`bounds`), of the even split, and of devices in the order
-   of a minimum cut (`strategies.spp`), each climbed. Where partitions are few, all others, too, the
+   of a minimum cut (`min_cut_order`), each climbed. Where partitions are few, all others, too, the
    lowest bound first, until the bounds are above the best value known.
 2. Ranking, by simulating named schedules and drafts.
 3. Planning: the most promising get most of the time; one whose bound is no better gets none.
@@ -15,24 +15,99 @@ moves: devices change places. Else it is the schedule's turn, which planning doe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import combinations, count
 from math import fsum, inf
 
 from megatron_zbpp.analysis.checker import check
-from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir import BW, Schedule
 from megatron_zbpp.ir.formats import MANY
 from megatron_zbpp.partitioning.bounds import Bounds
-from megatron_zbpp.partitioning.ranking import Ranked, rank
-from megatron_zbpp.partitioning.space import Partition, Space
-from megatron_zbpp.partitioning.strategies.spp import min_cut_order
+from megatron_zbpp.partitioning.space import Partition, Space, fused_costs
+from megatron_zbpp.partitioning.strategies import min_cut_order
 from megatron_zbpp.planner import cp_sat
-from megatron_zbpp.planner.budget import Budget
-from megatron_zbpp.planner.ends import replay_whole
-from megatron_zbpp.planner.lower_bounds import lower_bound
-from megatron_zbpp.planner.problem import EPSILON, Problem
+from megatron_zbpp.planner.ends import lower_bound, replay, replay_whole
+from megatron_zbpp.planner.limits import Budget, by_bound
+from megatron_zbpp.planner.named_schedules import on_placement
+from megatron_zbpp.planner.pattern import Pattern, dispatch
+from megatron_zbpp.planner.problem import EPSILON, Orders, Problem
 from megatron_zbpp.planner.search import Search
+from megatron_zbpp.schedules import find
+
+_WHOLE = {  # by chunks a rank, whether in a loop: named schedules whose backward is whole
+    (1, True): ('1f1b', '1f1b-pb'),
+    (2, True): ('interleaved',),
+    (2, False): ('1f1b-v',),
+}
+_SPLIT = {
+    (1, True): ('zb-h1', 'zb-h2', '1f1b', '1f1b-pb'),
+    (2, True): ('zb-interleaved', 'gis', 'interleaved'),
+    (2, False): ('zb-v', 'v-half', '1f1b-v'),
+}
+_unweighted = lru_cache(64)(on_placement)  # one order whatever the costs
+_DRAFTS = ((0.0, 1.0, inf), (0.5, 0.3, inf), (0.0, 2.0, 0.6))  # turn, delay, lead
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A partition with the best schedule known for it."""
+
+    partition: Partition  # what is where
+    problem: Problem  # to plan
+    value: float  # what the schedule takes, by the space's objective
+    orders: Orders  # of the schedule, B and W apart
+    schedule: Schedule | None  # it as it was built; None: it is a draft of the planner's
+
+
+def rank(
+    space: Space, partition: Partition, names: Iterable[str] = (), draft: bool = True
+) -> Ranked | None:
+    """Return the best of the named schedules on a partition, and of drafts; None: none fits.
+
+    Without names, the schedules are those that suit the placement.
+    """
+    problem = space.problem(partition)
+    if problem is None:
+        return None
+    best: Ranked | None = None
+    key = min(problem.placement.num_chunks, 2), problem.placement.is_loop
+    suited = names or (_WHOLE if space.fused else _SPLIT)[key]
+    built = filter(None, (named_schedule(name, problem) for name in suited))
+    tries: list[tuple[Orders, Schedule | None]] = [(problem.orders(each), each) for each in built]
+    if draft and not names and not space.fused:
+        drafts = (Pattern.straight(problem, *each) for each in _DRAFTS)
+        tries += [(dispatch(problem, each), None) for each in drafts]
+    for orders, schedule in tries:
+        if not problem.fits(orders):
+            continue
+        on = problem
+        whole = schedule is not None and any(
+            p.kind == BW for order in schedule.passes for p in order[-1:]
+        )
+        if whole and not space.fused:
+            if names:  # it is wanted as it is
+                on = replace(problem, costs=fused_costs(problem.costs))
+            else:
+                schedule = None  # its B and W apart, which takes no longer
+        result = replay(on, orders, cap=inf if best is None else best.value)
+        if result is not None and (best is None or result[0] < best.value):
+            best = Ranked(partition, problem, result[0], orders, schedule)
+    if best is not None and space.objective == 'period':
+        return Ranked(partition, problem, max(problem.work), best.orders, best.schedule)
+    return best
+
+
+def named_schedule(name: str, problem: Problem) -> Schedule | None:
+    """Return a named schedule on the problem's placement; None: it is on another, or not for it."""
+    family, sizes = find(name), (problem.placement, problem.num_microbatches)
+    if 'costs' not in family.options:
+        return _unweighted(family, *sizes)
+    limit = min(problem.limits)
+    adapts = 'memory_limit' in family.options and limit < inf
+    return on_placement(family, *sizes, problem.costs, limit if adapts else None)
+
 
 _FEW = 16  # ranks of which all pairs are looked at
 _TRIED = 12  # neighbours that are simulated in a round, the best by their bound first
@@ -47,12 +122,8 @@ def climb(
 ) -> Ranked | None:
     """Return the best partition found from `start`, round by round as long as one helps.
 
-    Args:
-        space: of partitions.
-        bounds: of that space.
-        start: where to begin.
-        names: of schedules to simulate; () for those that suit.
-        go_on: is told each partition that was simulated; False ends it.
+    Without `names`, schedules are those that suit. `go_on` is called with each partition that was
+    simulated; False ends the climb.
     """
     best = rank(space, start, names, draft=False)
     tried = {start}
@@ -81,7 +152,8 @@ def _neighbours(space: Space, ranked: Ranked) -> Iterator[Partition]:
     """Yield partitions one move away, of the kind that the rule picks; in the end of both kinds."""
     idle, ends, inside = _bubbles(ranked)
     partition = ranked.partition
-    if max(idle) - min(idle) > space.layers.lightest or ends <= inside or space.keep_order:
+    lightest = min((layer.time for layer in space.layers if layer.time > 0), default=0.0)
+    if max(idle) - min(idle) > lightest or ends <= inside or space.keep_order:
         yield from moved_layers(space, partition, idle)
     if not space.keep_order and not space.alike:
         yield from swapped(space, partition)
@@ -155,17 +227,8 @@ class Outcome:
     repeats: bool  # whether the same inputs give the same again
 
 
-class Finder:
-    """Looks for the best of a space.
-
-    Args:
-        space: see there.
-        names: of schedules; () for those that suit each placement, and plans.
-        top: how many partitions are kept for planning.
-        seconds: at most, but for a proof.
-        seed: of the planner.
-        progress: is told the share that is done.
-    """
+class PartitionSearch:
+    """A search for the best of a space."""
 
     def __init__(
         self,
@@ -176,6 +239,10 @@ class Finder:
         seed: int = 0,
         progress: Callable[[float], None] | None = None,
     ) -> None:
+        """Begin a search; without `names`, of schedules that suit each placement, and of plans.
+
+        `top` partitions are kept for planning. It takes `seconds` at most, but for a proof.
+        """
         self.space = space
         self.bounds = Bounds(space)
         self.kept: list[Ranked] = []
@@ -189,11 +256,7 @@ class Finder:
         self._charge = space.num_microbatches * len(space.devices) * 30  # of a simulation, a chunk
 
     def find(self, exact: bool = False) -> Outcome:
-        """Return the best that there is time for, or that there is.
-
-        Raises:
-            ValueError: nothing fits the memory, or a proof is asked for where it cannot be had.
-        """
+        """Return the best that there is time for, or that there is."""
         if exact and not self._listed:
             raise ValueError(
                 f'{self.space.size:.3g} partitions are too many to prove one the best, more than '
@@ -222,13 +285,11 @@ class Finder:
 
     def _keep(self, found: Ranked | None) -> None:
         """Remember a partition, the best first; of one partition the best schedule."""
-        if found is None:
-            return
-        others = [known for known in self.kept if known.partition != found.partition]
-        if len(others) < len(self.kept):
-            own = next(known for known in self.kept if known.partition == found.partition)
-            found = min(found, own, key=_by_value)
-        self.kept = sorted([*others, found], key=_by_value)[: self._top]
+        if found is not None:
+            own = [known for known in self.kept if known.partition == found.partition]
+            others = [known for known in self.kept if known.partition != found.partition]
+            best = min([found, *own], key=_by_value)
+            self.kept = sorted([*others, best], key=_by_value)[: self._top]
 
     def _rank(self, budget: Budget, whole: bool) -> None:
         """Fill `kept`: with the best of some climbs, and of all partitions where they are few."""
@@ -238,11 +299,8 @@ class Finder:
                 self._keep(rank(self.space, known.partition, self._names))
             return
         self._climb(budget.split_off(_CLIMBING))
-        every = enumerate(self.space.partitions())
-        listed = sorted((self.bounds.of(p), at, p) for at, p in every)
-        for bound, _, partition in listed:
-            if self.kept and bound >= self.kept[0].value - EPSILON:
-                break
+        every = ((self.bounds.of(partition), partition) for partition in self.space.partitions())
+        for partition in by_bound(every, self._best):
             found = rank(self.space, partition, self._names)
             if found is not None and not self._go_on(found, budget) and not whole:
                 break
@@ -259,6 +317,9 @@ class Finder:
             if budget.left <= 0:
                 break
 
+    def _best(self) -> float:
+        return self.kept[0].value - EPSILON if self.kept else inf
+
     def _go_on(self, found: Ranked, budget: Budget) -> bool:
         """Keep a partition that was simulated, and spend that; return whether there is more."""
         self._keep(found)
@@ -273,7 +334,7 @@ class Finder:
             if placement.num_chunks == 1:
                 _, cuts, kinds = self.bounds.chain()
                 for order in orders:
-                    yield Partition(placement, tuple(cuts), self._assigned(kinds, order))
+                    yield Partition(placement, cuts, self._assigned(kinds, order))
             for order in dict.fromkeys(orders):
                 yield space.balanced(placement, order)
                 yield replace(space.even(placement), order=order)
@@ -290,9 +351,14 @@ class Finder:
 
     def _plan(self, exact: bool) -> None:
         """Plan the orders of the most promising partitions; `exact`: of all that may be better."""
-        searches = [(self._search(ranked), ranked) for ranked in self._promising()]
+        most = self.kept[0].value * 1.2
+        searches = [
+            (Search(ranked.problem, [ranked.orders], self._seed), ranked)
+            for ranked in self.kept
+            if ranked.value <= most
+        ]
         for at, (search, ranked) in enumerate(searches):
-            if search.bound >= self.kept[0].value - EPSILON:
+            if search.bound >= self._best():
                 continue
             share = 0.5 if at < len(searches) - 1 else 1.0
             part = self._budget.split_off(share * (0.2 if exact else 1.0))
@@ -300,50 +366,31 @@ class Finder:
         if exact:
             self._prove()
 
-    def _promising(self) -> list[Ranked]:
-        most = self.kept[0].value * 1.2
-        return [ranked for ranked in self.kept if ranked.value <= most]
-
-    def _search(self, ranked: Ranked) -> Search:
-        return Search(ranked.problem, [ranked.orders], self._seed)
-
     def _improve(self, search: Search, ranked: Ranked, budget: Budget) -> None:
         """Search on one partition; where it is small, ask the exact solver, too."""
         small = search.problem.num_passes <= _EXACT_PASSES and cp_sat.available()
         search.improve(budget.split_off(0.3 if small else 1.0))
-        if small and not search.done and search.bound < self.kept[0].value - EPSILON:
+        if small and not search.done and search.bound < self._best():
             best = min(self.kept[0].value, search.best.value)
-            effort, seconds = budget.effort, budget.seconds
-            answer = cp_sat.solve(
-                search.problem, search.best.orders, search.bound, best, effort, seconds
-            )
+            answer = search.solve(best, budget.effort, budget.seconds)
             budget.spend_effort(answer.effort, answer.overran)
             self._proven[ranked.partition] = answer.bound
-            if answer.orders is not None:
-                search.add(answer.orders)
         if search.best.value < ranked.value - EPSILON:
-            made = replace(
-                ranked, value=search.best.value, orders=search.best.orders, schedule=None
-            )
-            self._keep(made)
+            value, orders = search.best.value, search.best.orders
+            self._keep(replace(ranked, value=value, orders=orders, schedule=None))
 
     def _prove(self) -> None:
         """Solve every partition whose bound is below the best value, the lowest bound first."""
         for bound, partition, problem in self._open():
-            best = self.kept[0].value
-            if max(bound, self._proven.get(partition, 0.0)) >= best - EPSILON:
+            if max(bound, self._proven.get(partition, 0.0)) >= self._best():
                 continue
             known = next((k for k in self.kept if k.partition == partition), None)
             known = known or rank(self.space, partition)
             assert known is not None
             search = Search(problem, [known.orders], self._seed)
             for effort in (2.0**k for k in count(4)):
-                answer = cp_sat.solve(
-                    problem, search.best.orders, search.bound, self.kept[0].value, effort, _SECONDS
-                )
-                search.bound = max(search.bound, answer.bound)
+                answer = search.solve(self.kept[0].value, effort, _SECONDS)
                 if answer.orders is not None:
-                    search.add(answer.orders)
                     solution = search.best
                     self._keep(Ranked(partition, problem, solution.value, solution.orders, None))
                 if search.bound >= min(self.kept[0].value, search.best.value) - EPSILON:
@@ -352,15 +399,15 @@ class Finder:
 
     def _open(self) -> list[tuple[float, Partition, Problem]]:
         """Return the partitions whose bound is below the best value, the lowest first."""
-        best = self.kept[0].value
+        best = self._best()
         found: list[tuple[float, Partition, Problem]] = []
         for partition in self.space.partitions():
             bound = self.bounds.of(partition)
-            problem = self.space.problem(partition) if bound < best - EPSILON else None
+            problem = self.space.problem(partition) if bound < best else None
             if problem is None:
                 continue
             bound = max(bound, lower_bound(problem))
-            if bound < best - EPSILON:
+            if bound < best:
                 found.append((bound, partition, problem))
         return sorted(found, key=lambda entry: entry[0])
 

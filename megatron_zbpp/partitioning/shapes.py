@@ -11,8 +11,9 @@ what waits; F and B read the weights, W reads and writes their fp32 gradient.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from math import isfinite
+from typing import Annotated
 
 from megatron_zbpp.partitioning.layers import Layer, Layers
 from megatron_zbpp.techniques.slices.balance import Attention, fit_attention
@@ -36,68 +37,50 @@ _BF16, _FP32 = 2, 4
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, and how it is run.
+    """A model, and how it is run. The command line has an option for each field but the model."""
 
-    Attributes:
-        model: gpt (GELU), llama (SwiGLU), mla (latent attention, SwiGLU), moe (llama with experts),
-            hybrid (a pattern of Mamba, attention, latent attention, MLP and MoE layers).
-        layers: decoder layers.
-        hidden: hidden size h.
-        heads: attention heads.
-        vocab: entries of the vocabulary.
-        seq: tokens of a sample.
-        tflops: TFLOP/s that a device reaches in matrix products.
-        ffn: inner size of the MLP; 0: 4h.
-        groups: query groups; 0: as many as heads.
-        head_dim: size of a head; 0: hidden / heads.
-        micro_batch: samples of a microbatch.
-        mtp: layers of multi-token prediction.
-        experts: experts of an MoE layer.
-        top_k: experts that a token takes.
-        expert_ffn: inner size of an expert; 0: ffn.
-        shared_ffn: inner size of the shared experts.
-        dense_first: dense layers before the first MoE layer.
-        q_rank: LoRA rank of the queries of latent attention; 0: not compressed.
-        kv_rank: LoRA rank of the keys and values of latent attention.
-        rope_dim: size of a head's part with rotary positions, in latent attention.
-        v_dim: size of a head's values, in latent attention; 0: head_dim.
-        state: size of Mamba's state.
-        pattern: a letter a layer of a hybrid, as Megatron's --hybrid-layer-pattern has them: M
-            Mamba, * attention, + latent attention, - MLP, E MoE; | between stages says nothing
-            here; what follows a / predicts a further token each, on the last stage.
-        tp: tensor-parallel ranks, which share a layer.
-        ep: expert-parallel ranks, which share the experts' parameters.
-        dp: data-parallel ranks, which share the optimizer's state.
-        bandwidth: GB/s of a device's memory, to time element-wise operations; 0 ignores them.
-    """
-
-    model: str
-    layers: int
-    hidden: int
-    heads: int
-    vocab: int
-    seq: int
-    tflops: float
-    ffn: int = 0
-    groups: int = 0
-    head_dim: int = 0
-    micro_batch: int = 1
-    mtp: int = 0
-    experts: int = 0
-    top_k: int = 2
-    expert_ffn: int = 0
-    shared_ffn: int = 0
-    dense_first: int = 0
-    q_rank: int = 0
-    kv_rank: int = 512
-    rope_dim: int = 64
-    v_dim: int = 0
-    state: int = 128
-    pattern: str = ''
-    tp: int = 1
-    ep: int = 1
-    dp: int = 1
-    bandwidth: float = 0.0
+    model: Annotated[
+        str,
+        'gpt (GELU), llama (SwiGLU), mla (latent attention, SwiGLU), moe (llama with experts), '
+        'hybrid (a pattern of Mamba, attention, latent attention, MLP and MoE layers)',
+    ]
+    layers: Annotated[int, 'decoder layers']
+    hidden: Annotated[int, 'hidden size h']
+    heads: Annotated[int, 'attention heads']
+    vocab: Annotated[int, 'entries of the vocabulary']
+    seq: Annotated[int, 'tokens of a sample']
+    tflops: Annotated[float, 'TFLOP/s that a device reaches in matrix products']
+    ffn: Annotated[int, 'inner size of the MLP; 0: 4h'] = 0
+    groups: Annotated[int, 'query groups; 0: as many as heads'] = 0
+    head_dim: Annotated[int, 'size of a head; 0: hidden / heads'] = 0
+    micro_batch: Annotated[int, 'samples of a microbatch'] = 1
+    mtp: Annotated[int, 'layers of multi-token prediction'] = 0
+    experts: Annotated[int, 'experts of an MoE layer'] = 0
+    top_k: Annotated[int, 'experts that a token takes'] = 2
+    expert_ffn: Annotated[int, 'inner size of an expert; 0: ffn'] = 0
+    shared_ffn: Annotated[int, 'inner size of the shared experts'] = 0
+    dense_first: Annotated[int, 'dense layers before the first MoE layer'] = 0
+    q_rank: Annotated[int, 'LoRA rank of the queries of latent attention; 0: not compressed'] = 0
+    kv_rank: Annotated[int, 'LoRA rank of the keys and values of latent attention'] = 512
+    rope_dim: Annotated[
+        int,
+        "size of a head's part with rotary positions, in latent attention",
+    ] = 64
+    v_dim: Annotated[int, "size of a head's values, in latent attention; 0: head_dim"] = 0
+    state: Annotated[int, "size of Mamba's state"] = 128
+    pattern: Annotated[
+        str,
+        "a letter a layer of a hybrid, as Megatron's --hybrid-layer-pattern has them: M Mamba, "
+        '* attention, + latent attention, - MLP, E MoE; | between stages says nothing here; '
+        'what follows a / predicts a further token each, on the last stage',
+    ] = ''
+    tp: Annotated[int, 'tensor-parallel ranks, which share a layer'] = 1
+    ep: Annotated[int, "expert-parallel ranks, which share the experts' parameters"] = 1
+    dp: Annotated[int, "data-parallel ranks, which share the optimizer's state"] = 1
+    bandwidth: Annotated[
+        float,
+        "GB/s of a device's memory, to time element-wise operations; 0 ignores them",
+    ] = 0.0
 
     def __post_init__(self) -> None:
         if self.model not in MODELS:
@@ -105,25 +88,22 @@ class Shape:
         if self.model == 'moe' and not self.experts:
             raise ValueError('a moe needs --experts: how many a layer has')
         if self.model == 'hybrid':
-            self._require_pattern()
+            main, *ahead = self.letters
+            if not all((main, *ahead)) or set(''.join((main, *ahead))) - set('M*+-E'):
+                raise ValueError(
+                    f'pattern {self.pattern!r}: give a letter a layer, of M, *, +, - and E; '
+                    'measure models of others (zbpp profile --stages)'
+                )
+            if self.layers != len(main):
+                raise ValueError(
+                    f'layers {self.layers}, but pattern {self.pattern!r} has {len(main)}: give as '
+                    'many, or leave layers out'
+                )
         if 'E' in self.pattern and not self.experts:
             raise ValueError('a pattern with E needs --experts: how many a layer has')
         if not (isfinite(self.tflops) and self.tflops > 0):
             raise ValueError(f'tflops {self.tflops}: give what a device reaches, above 0')
         self._require_sizes()
-
-    def _require_pattern(self) -> None:
-        main, *ahead = self.letters
-        if not all((main, *ahead)) or set(''.join((main, *ahead))) - set('M*+-E'):
-            raise ValueError(
-                f'pattern {self.pattern!r}: give a letter a layer, of M, *, +, - and E; measure '
-                'models of others (zbpp profile --stages)'
-            )
-        if self.layers != len(main):
-            raise ValueError(
-                f'layers {self.layers}, but pattern {self.pattern!r} has {len(main)}: give as '
-                'many, or leave layers out'
-            )
 
     def _require_sizes(self) -> None:
         for each in fields(self):
@@ -172,13 +152,8 @@ class _Part:
     retained: float = 0.0  # values a token that wait for W
 
     def __add__(self, other: _Part) -> _Part:
-        return _Part(
-            self.active + other.active,
-            self.held + other.held,
-            self.core + other.core,
-            self.activation + other.activation,
-            self.retained + other.retained,
-        )
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return _Part(*(one + more for one, more in pairs))
 
 
 def bytes_of_a_parameter(sharing: float) -> float:
@@ -208,11 +183,11 @@ def layers_of(shape: Shape) -> Layers:
     ]
     ahead = sparse + _linear(2 * shape.hidden, shape.hidden) + _head(shape)
     more = [_layer(shape, 'm', ahead)] * shape.mtp
-    return Layers((_embedding(shape), *body, *more, _loss(shape)))
+    return Layers((_embedding(shape), *body, *more, _layer(shape, 'L', _head(shape))))
 
 
 def attention_of(shape: Shape) -> Attention:
-    """Return what F of decoder layers is made of, by that of sequences twice as long."""
+    """Return the parts of F of decoder layers, by that of sequences twice as long."""
     times: dict[int, float] = {}
     for tokens in (shape.seq, 2 * shape.seq):
         _, *layers, _ = layers_of(replace(shape, seq=tokens))
@@ -240,12 +215,12 @@ class Block:
 
     @classmethod
     def attention(cls, hidden: float, queries: float, keys_and_values: float) -> Block:
-        """Return that of attention, of sizes over all heads."""
+        """Return the block of an attention, of sizes over all heads."""
         return cls(hidden, queries + keys_and_values, queries)
 
     @classmethod
     def mlp(cls, hidden: float, inner: float, gated: bool) -> Block:
-        """Return that of an MLP; gated: of SwiGLU, whose first layer has two halves."""
+        """Return the block of an MLP; gated: of SwiGLU, whose first layer has two halves."""
         return cls(hidden, inner * (2 if gated else 1), inner)
 
     @property
@@ -270,7 +245,6 @@ class Block:
 
 
 def _attention(shape: Shape) -> _Part:
-    """Return grouped-query attention under a causal mask."""
     own = shape.heads * shape.width
     both = 2 * (shape.groups or shape.heads) * shape.width
     core = 4 * shape.micro_batch * shape.seq**2 * own / 2
@@ -281,11 +255,8 @@ def _latent(shape: Shape) -> _Part:
     """Return multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
     h, query = shape.hidden, shape.heads * (shape.width + shape.rope_dim)
     values = shape.heads * (shape.v_dim or shape.width)
-    queries = (
-        _linear(h, shape.q_rank) + _linear(shape.q_rank, query)
-        if shape.q_rank
-        else _linear(h, query)
-    )
+    queries = _linear(h, shape.q_rank or query)
+    queries += _linear(shape.q_rank, query) if shape.q_rank else _Part()
     keys = _linear(h, shape.kv_rank + shape.rope_dim)
     keys += _linear(shape.kv_rank, shape.heads * shape.width + values)
     core = 2 * shape.micro_batch * shape.seq**2 * (query + values) / 2
@@ -294,7 +265,6 @@ def _latent(shape: Shape) -> _Part:
 
 
 def _mlp(shape: Shape, ffn: int) -> _Part:
-    """Return an MLP with GELU, or SwiGLU."""
     return Block.mlp(shape.hidden, ffn or 4 * shape.hidden, shape.model != 'gpt').part()
 
 
@@ -321,10 +291,8 @@ def _mamba(shape: Shape) -> _Part:
 
 
 def _head(shape: Shape) -> _Part:
-    """Return the output layer: logits are held in fp32."""
-    part = _linear(shape.hidden, shape.vocab)
-    logits = shape.vocab * _FP32 / _BF16
-    return part + _Part(activation=logits)
+    logits = _Part(activation=shape.vocab * _FP32 / _BF16)
+    return _linear(shape.hidden, shape.vocab) + logits
 
 
 def _layer(shape: Shape, kind: str, part: _Part) -> Layer:
@@ -348,7 +316,3 @@ def _layer(shape: Shape, kind: str, part: _Part) -> Layer:
 def _embedding(shape: Shape) -> Layer:
     """Return the embedding: rows are copied and gradients added, in no time beside the others'."""
     return _layer(replace(shape, bandwidth=0.0), 'E', _Part(held=shape.hidden * shape.vocab))
-
-
-def _loss(shape: Shape) -> Layer:
-    return _layer(shape, 'L', _head(shape))

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, combinations, pairwise, permutations
 from math import comb, inf
-from typing import Any
 
 from megatron_zbpp.ir import B, Placement, W
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.formats import BYTES, MANY, Units
 from megatron_zbpp.ir.layout import layers_per_stage
-from megatron_zbpp.partitioning.devices import Devices
-from megatron_zbpp.partitioning.layers import DECODER, LOSS, MTP, Layer, Layers
-from megatron_zbpp.planner.limits import same_limits
+from megatron_zbpp.partitioning.layers import DECODER, LOSS, MTP, Devices, Layers
+from megatron_zbpp.planner.cost_sources import CostSource, Naming
+from megatron_zbpp.planner.limits import Bytes, Limit, least_limits, same_limits
 from megatron_zbpp.planner.problem import Problem
 
 
@@ -28,13 +28,7 @@ class Partition:
 
 
 def stage_costs(layers: Layers, devices: Devices, partition: Partition) -> Costs:
-    """Return the costs of the stages of `partition` on its devices.
-
-    Args:
-        layers: of the model.
-        devices: that `partition.order` numbers.
-        partition: of as many stages as its placement has.
-    """
+    """Return the costs of the stages of `partition` on the devices that it numbers."""
     held = layers.stages(partition.cuts)
     ranks, order = partition.placement.only_route, partition.order
     times: list[tuple[float, ...]] = []
@@ -42,6 +36,14 @@ def stage_costs(layers: Layers, devices: Devices, partition: Partition) -> Costs
         sums = [sum(getattr(x, name) for x in own) for name in ('forward', 'backward', 'weight')]
         factors = devices.devices[order[rank]].factors
         times.append(tuple(time * factor for time, factor in zip(sums, factors, strict=True)))
+    edges: dict[tuple[int, int], float] = {}
+    hops: list[tuple[float, ...]] = []
+    for own, pair in zip(held, pairwise(ranks), strict=False):
+        both: list[float] = []
+        for a, b in (pair, pair[::-1]):
+            edges[a, b] = latency = devices.edge(order[a], order[b], 0.0)
+            both.append(devices.edge(order[a], order[b], own[-1].output) - latency)
+        hops.append(tuple(both))
     forward, backward, weight = zip(*times, strict=True)
     return Costs.of(
         forward,
@@ -49,24 +51,9 @@ def stage_costs(layers: Layers, devices: Devices, partition: Partition) -> Costs
         weight,
         activation=tuple(sum(x.activation for x in own) for own in held),
         retained=tuple(sum(x.retained or 0.0 for x in own) for own in held),
-        **_messages(held, devices, partition),
+        edges=tuple((a, b, latency) for (a, b), latency in sorted(edges.items()) if latency),
+        hops=hops if any(map(any, hops)) else (),
     )
-
-
-def _messages(
-    held: Sequence[Sequence[Layer]], devices: Devices, partition: Partition
-) -> dict[str, Any]:
-    order = partition.order
-    edges: dict[tuple[int, int], float] = {}
-    hops: list[tuple[float, ...]] = []
-    for own, pair in zip(held, pairwise(partition.placement.only_route), strict=False):
-        both: list[float] = []
-        for a, b in (pair, pair[::-1]):
-            edges[a, b] = latency = devices.edge(order[a], order[b], 0.0)
-            both.append(devices.edge(order[a], order[b], own[-1].output) - latency)
-        hops.append(tuple(both))
-    found = tuple((a, b, latency) for (a, b), latency in sorted(edges.items()) if latency)
-    return {'edges': found, 'hops': hops if any(map(any, hops)) else ()}
 
 
 def parameters_held(layers: Layers, partition: Partition) -> tuple[float, ...]:
@@ -89,19 +76,21 @@ def memory_limits(
     )
 
 
-def fits(costs: Costs, placement: Placement, limits: Sequence[float]) -> bool:
-    """Return whether each rank can hold a microbatch of all its stages, and the raise of its B."""
-    activation, retained = costs.amounts['activation'], costs.amounts['retained']
-    for rank, limit in enumerate(limits):
-        own = placement.stages(rank)
-        raised = max(0.0, *(retained[s] - activation[s] for s in own))
-        if limit < (sum(activation[s] for s in own) + raised) * (1 - 1e-9):
-            return False
-    return True
+def cuts_near(
+    layers: Layers, wanted: Sequence[float], place: Callable[[int], float]
+) -> tuple[int, ...]:
+    """Return cuts at splits whose places are near the wanted ones; each stage has a layer."""
+    splits, at = sorted(layers.splits()), 0
+    ends: list[int] = []
+    for stage, position in enumerate(wanted):
+        most = len(splits) - (len(wanted) - stage)
+        near = min(range(at, most + 1), key=lambda i: abs(place(splits[i]) - position))
+        ends.append(splits[near])
+        at = near + 1
+    return tuple(b - a for a, b in pairwise((0, *ends, len(layers))))
 
 
 OBJECTIVES = ('makespan', 'window', 'period')
-MOST_ORDERS = 5040  # orders of devices that are listed: those of 7
 
 
 @dataclass(frozen=True)
@@ -111,49 +100,36 @@ class Space:
     layers: Layers  # of the model
     devices: Devices  # as many as pipeline ranks
     num_microbatches: int  # m
-    placements: tuple[Placement, ...]  # that may be used
-    limits: tuple[float, ...]  # most that each device may hold, parameters included
+    placements: Sequence[Placement]  # that may be used: those with a layer for each stage stay
+    memory_limit: Limit = None  # most that each device may hold, parameters included
     objective: str = 'makespan'  # 'makespan', 'window', or 'period', the time of the busiest rank
     fused: bool = False  # whether the backward cannot be split
     keep_order: bool = False  # whether device r is rank r
 
-    @classmethod
-    def of(
-        cls,
-        layers: Layers,
-        devices: Devices,
-        num_microbatches: int,
-        placements: Sequence[Placement],
-        memory_limit: float | Sequence[float] | None = None,
-        objective: str = 'makespan',
-        fused: bool = False,
-        keep_order: bool = False,
-    ) -> Space:
-        """Return the space, checked.
-
-        Raises:
-            ValueError: no microbatch, an unknown objective, more ranks than layers, or limits that
-                do not fit the devices.
-        """
-        if num_microbatches < 1:
-            raise ValueError(f'{num_microbatches} microbatches: give at least 1')
-        if objective not in OBJECTIVES:
-            raise ValueError(f'objective {objective!r} is unknown: use {", ".join(OBJECTIVES)}')
-        items = len(layers.splits()) + 1
-        for placement in placements:
-            if placement.num_ranks != len(devices):
-                count = placement.num_ranks
-                raise ValueError(f'{len(devices)} devices for {count} ranks: give one each')
-        possible = tuple(p for p in placements if p.num_stages <= items)
+    def __post_init__(self) -> None:
+        if self.num_microbatches < 1:
+            raise ValueError(f'{self.num_microbatches} microbatches: give at least 1')
+        if self.objective not in OBJECTIVES:
+            raise ValueError(
+                f'objective {self.objective!r} is unknown: use {", ".join(OBJECTIVES)}'
+            )
+        items, count = len(self.layers.splits()) + 1, len(self.devices)
+        for placement in self.placements:
+            if placement.num_ranks != count:
+                raise ValueError(f'{count} devices for {placement.num_ranks} ranks: give one each')
+        possible = tuple(p for p in self.placements if p.num_stages <= items)
         if not possible:
-            fewest = min(p.num_stages for p in placements)
+            fewest = min(p.num_stages for p in self.placements)
             raise ValueError(
                 f'{items} layers cannot be {fewest} stages: use fewer pipeline ranks or chunks'
             )
-        limits = same_limits(memory_limit, len(devices))
-        return cls(
-            layers, devices, num_microbatches, possible, limits, objective, fused, keep_order
-        )
+        object.__setattr__(self, 'placements', possible)
+        _ = self.limits  # which must fit the devices
+
+    @cached_property
+    def limits(self) -> tuple[float, ...]:
+        """The limit of each device."""
+        return same_limits(self.memory_limit, len(self.devices))
 
     @cached_property
     def orders(self) -> tuple[tuple[int, ...], ...]:
@@ -167,12 +143,6 @@ class Space:
             key = self.devices.signature(order, output), tuple(self.limits[d] for d in order)
             found.setdefault(key, order)
         return tuple(found.values())
-
-    @property
-    def orders_are_listed(self) -> bool:
-        """True if `orders` are all that differ."""
-        count = len(self.devices)
-        return self.keep_order or count <= 7 or self.alike
 
     @cached_property
     def alike(self) -> bool:
@@ -188,7 +158,7 @@ class Space:
     @property
     def size(self) -> float:
         """The number of partitions; inf where their orders are not listed."""
-        if not self.orders_are_listed:
+        if not (self.keep_order or len(self.devices) <= 7 or self.alike):
             return inf
         splits = len(self.layers.splits())
         return len(self.orders) * sum(comb(splits, p.num_stages - 1) for p in self.placements)
@@ -205,7 +175,7 @@ class Space:
                         yield partition
 
     def allowed(self, partition: Partition) -> bool:
-        """Return whether Megatron can have it: m in the last chunks of a loop, or with the loss."""
+        """Return True if Megatron can have it: m in the last chunks of a loop, or with the loss."""
         if min(partition.cuts) < 1:
             return False
         kinds = [''.join(x.kind for x in own) for own in self.layers.stages(partition.cuts)]
@@ -237,7 +207,8 @@ class Space:
         """Return the planning problem of a partition; None: no microbatch fits its memory."""
         costs = self.costs(partition)
         limits = memory_limits(self.layers, self.devices, partition, self.limits)
-        if not fits(costs, partition.placement, limits):
+        least = least_limits(partition.placement, costs)
+        if any(most < own * (1 - 1e-9) for most, own in zip(limits, least, strict=True)):
             return None
         objective = 'window' if self.objective == 'window' else 'makespan'
         return Problem(partition.placement, self.num_microbatches, costs, limits, objective)
@@ -247,21 +218,9 @@ class Space:
         times = [layer.time for layer in self.layers]
         devices = [self.devices.devices[order[rank]] for rank in placement.only_route]
         speeds = [3 / sum(device.factors) for device in devices]
-        splits = sorted(self.layers.splits())
-        total, share, done, at = sum(times), sum(speeds), 0.0, 0
-        ends: list[int] = []
-        prefix = [0.0]
-        for time in times:
-            prefix.append(prefix[-1] + time)
-        for stage, speed in enumerate(speeds[:-1]):
-            done += speed
-            most = len(splits) - (len(speeds) - 1 - stage)
-            wanted = total * done / share
-            near = min(range(at, most + 1), key=lambda i: abs(prefix[splits[i]] - wanted))
-            ends.append(splits[near])
-            at = near + 1
-        marks = [0, *ends, len(times)]
-        return Partition(placement, tuple(b - a for a, b in pairwise(marks)), order)
+        total, share, prefix = sum(times), sum(speeds), [0.0, *accumulate(times)]
+        wanted = [total * done / share for done in accumulate(speeds[:-1])]
+        return Partition(placement, cuts_near(self.layers, wanted, lambda at: prefix[at]), order)
 
     def even(self, placement: Placement | None = None) -> Partition:
         """Return the split that Megatron makes if it counts embedding and loss as layers."""
@@ -288,3 +247,60 @@ def fused_costs(costs: Costs) -> Costs:
     whole = tuple(b + w for b, w in zip(costs.times[B], costs.times[W], strict=True))
     fused = costs.with_times(B=whole, W=(0.0,) * costs.num_stages)
     return fused.with_amounts(retained=costs.amounts['activation'])
+
+
+_UNIT = 'units of the layers'
+
+
+@dataclass(frozen=True)
+class LayerCosts(CostSource):
+    """Layers of a model, split evenly on whatever placement."""
+
+    layers: Layers
+    file: str
+
+    @property
+    def heading(self) -> str:
+        return 'layers from a file'
+
+    @property
+    def layers_file(self) -> str:
+        return self.file
+
+    @property
+    def most_stages(self) -> int:
+        return len(self.layers.splits()) + 1
+
+    def costs(self, placement: Placement, name: Naming, selective: bool = False) -> Costs:
+        even, devices = self._even(placement), Devices.alike(placement.num_ranks)
+        parameters = tuple(
+            sum(layer.parameters for layer in stage) for stage in self.layers.stages(even.cuts)
+        )
+        return replace(stage_costs(self.layers, devices, even), parameters=parameters)
+
+    def units(self, in_bytes: bool) -> Units:
+        return Units(_UNIT, BYTES if _held(self.layers) >= MANY else _UNIT)
+
+    def require_bytes(self, name: Naming) -> None:
+        require_bytes(self.layers, self.file, [Bytes()])
+
+    def layout(self, placement: Placement) -> str:
+        return self.layers.text(self._even(placement).cuts)
+
+    def _even(self, placement: Placement) -> Partition:
+        devices = Devices.alike(placement.num_ranks)
+        return Space(self.layers, devices, 1, [placement]).even(placement)
+
+
+def _held(layers: Layers) -> float:
+    return sum(layer.activation + layer.parameters for layer in layers)
+
+
+def require_bytes(layers: Layers, file: str, limits: Iterable[float | None]) -> None:
+    """Raise ValueError for a limit in bytes on layers that have none."""
+    if any(isinstance(limit, Bytes) for limit in limits) and _held(layers) < MANY:
+        raise ValueError(
+            f'a memory limit in bytes, but all layers of {file} hold {_held(layers):g}: give their '
+            'activation and parameters in bytes, as zbpp profile writes them, or a limit in the '
+            'unit of the file'
+        )

@@ -12,38 +12,42 @@ offloads at once.) Named schedules that move activations take part as they are.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from random import Random
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import Placement, Schedule
-from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.grid import ScheduleError
-from megatron_zbpp.planner.budget import Budget, always
+from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir.schedule import ScheduleError
 from megatron_zbpp.planner.cp_sat import available
+from megatron_zbpp.planner.ends import lower_bound, moving_bound
 from megatron_zbpp.planner.limits import (
+    Budget,
     Candidate,
     Graphs,
     Limit,
     activation_limits,
+    always,
+    question,
     said,
     same_limits,
     with_room,
 )
-from megatron_zbpp.planner.lower_bounds import lower_bound, moving_bound
 from megatron_zbpp.planner.named_schedules import in_turn, variants
 from megatron_zbpp.planner.plans import Plan, PlanningInterrupted, is_small, plan, require_question
 from megatron_zbpp.planner.problem import EPSILON, Problem
-from megatron_zbpp.schedules import FAMILIES, Family
+from megatron_zbpp.schedules import FAMILIES
 from megatron_zbpp.techniques import find_all, placed_in_turn
 from megatron_zbpp.techniques.base import Technique
 from megatron_zbpp.techniques.composition import SLICED, techniques_of
+from megatron_zbpp.techniques.slices.graph import sizes_of
 
 _KEEP = 'keep'
 
@@ -91,7 +95,7 @@ class ActionSearch:
         self._exact = actions[0].exact if len(actions) == 1 else ''
         self._limits = [activation_limits(limit, at, costs) for at, costs in candidates]
         self._problems = [
-            _question(at, num_microbatches, costs, objective, graph) for at, costs in candidates
+            question(each, num_microbatches, None, objective, graph) for each in candidates
         ]
         self._bounds = [
             _bound(problem, limits, actions)
@@ -107,8 +111,10 @@ class ActionSearch:
 
     def start(self, schedule: Schedule, name: str | None = None) -> None:
         """Rate a schedule as it is; if it has no actions of its own, `climb` gives it some."""
+        cut = schedule.graph.num_slices, sizes_of(schedule.graph)
         for at, problem in enumerate(self._problems):
-            if problem.placement == schedule.placement and problem.is_cut_as(schedule):
+            own = problem.slices, sizes_of(problem.graph) if problem.graph else ()
+            if problem.placement == schedule.placement and own == cut:
                 new = self._rate(schedule, (), at, name)
                 if new is not None and problem.has(schedule):
                     self._todo += [(schedule, state, at) for state in self._states(schedule)]
@@ -125,24 +131,20 @@ class ActionSearch:
             limited = replace(problem, limits=self._limits[at])
             families = in_turn(limited) if budget else FAMILIES
             for family in itertools.takewhile(lambda _, asked=on_time: asked(), families):
-                if family.moves and not self._suits(family, problem):
-                    continue
+                of_costs = [problem.costs]  # to plan named schedules by
+                if family.moves:
+                    few = min(
+                        problem.num_microbatches, problem.placement.num_ranks * problem.slices
+                    )
+                    short = next(variants(family, replace(problem, num_microbatches=few)), None)
+                    if short is None or not self._allowed(short):
+                        continue
+                    of_costs += [c for each in self._actions for c in each.variants(problem.costs)]
                 label = family.label(problem.placement.num_chunks)
-                for costs in self._variants(problem.costs) if family.moves else (problem.costs,):
+                for costs in of_costs:
                     for schedule in variants(family, replace(problem, costs=costs)):
                         if self._allowed(schedule):
                             self.start(schedule, label if costs == problem.costs else None)
-
-    def _suits(self, family: Family, problem: Problem) -> bool:
-        few = min(problem.num_microbatches, problem.placement.num_ranks * problem.slices)
-        short = next(variants(family, replace(problem, num_microbatches=few)), None)
-        return short is not None and self._allowed(short)
-
-    def _variants(self, costs: Costs) -> Iterator[Costs]:
-        """Yield costs to plan named schedules by: as they are, and others."""
-        yield costs
-        for technique in self._actions:
-            yield from technique.variants(costs)
 
     def climb(self, budget: Budget, rng: Random) -> None:
         """Try whole chunks, then change actions of the best, a stage or a chunk at a time."""
@@ -160,7 +162,15 @@ class ActionSearch:
 
     def solve(self, budget: Budget) -> None:
         """Ask the exact solver, where it is installed and the question small enough for it."""
-        small = [at for at, problem in enumerate(self._problems) if self._solvable(problem)]
+        if not (self._exact and available()):
+            return
+        small = [
+            at
+            for at, problem in enumerate(self._problems)
+            if problem.slices == 1
+            and problem.num_passes <= _EXACT_PASSES
+            and min(problem.durations) > 0
+        ]
         for done, at in enumerate(small):
             part, known = budget.split_off(1 / (len(small) - done)), self.best
             if known is None or not part.effort or self._bounds[at] >= known.value - EPSILON:
@@ -174,42 +184,31 @@ class ActionSearch:
             if answer.schedule is not None:
                 self._rate(answer.schedule, (), at)
 
-    def _solvable(self, problem: Problem) -> bool:
-        if problem.slices > 1:
-            return False
-        positive = min(problem.durations) > 0
-        small = problem.num_passes <= _EXACT_PASSES
-        return bool(self._exact) and available() and positive and small
-
     def made(self, repeats: bool) -> Plan:
-        """Return the plan of the best.
-
-        Raises:
-            ValueError: nothing keeps the limits.
-        """
+        """Return the plan of the best."""
         best = self.best
         if best is None:
-            raise ValueError(self._too_tight() + ('' if repeats else ', or more seconds'))
+            if self._least is None:
+                text = (
+                    'no schedule is known for such ranks and microbatches: allow other placements'
+                )
+            else:
+                needed = said(self._least, self._limit)
+                text = (
+                    f'nothing found keeps the memory limit: all that is known needs {needed} or '
+                    'more: give that, or allow more actions or chunks'
+                )
+            raise ValueError(text + ('' if repeats else ', or more seconds'))
         named = min(self._named, key=lambda entry: entry[1], default=None)
         costs = self._problems[best.candidate].costs
         schedule = replace(best.schedule, name='planned', phases=())
         bound = min(best.value, *self._bounds)
         return Plan(schedule, costs, self._objective, best.value, bound, named, repeats)
 
-    def _too_tight(self) -> str:
-        if self._least is None:
-            return 'no schedule is known for such ranks and microbatches: allow other placements'
-        needed = said(self._least, self._limit)
-        return (
-            f'nothing found keeps the memory limit: all that is known needs {needed} or more: give '
-            'that, or allow more actions or chunks'
-        )
-
     def _allowed(self, schedule: Schedule) -> bool:
         return techniques_of(schedule) <= {*self._choices, SLICED}
 
     def _states(self, schedule: Schedule) -> Iterator[State]:
-        """Yield actions to begin with: of the first chunks, which live long."""
         placement = schedule.placement
         chunks = range(1, placement.num_chunks + 1)
         for action, count in itertools.product(self._choices[1:], chunks):
@@ -234,7 +233,11 @@ class ActionSearch:
         self._seen.add(key)
         problem = self._problems[at]
         try:
-            schedule = self._acted(base, state, at)
+            schedule = base
+            for technique in placed_in_turn(self._actions):
+                stages = [stage for stage, action in enumerate(state) if action == technique.name]
+                if stages:
+                    schedule = technique.place(schedule, stages, problem.costs, self._limits[at])
             timeline = simulate(schedule, problem.costs)
         except ScheduleError:  # its copies wait for each other
             return None
@@ -246,38 +249,13 @@ class ActionSearch:
         static = problem.costs.static(problem.placement)
         needed = max(a + b for a, b in zip(held, static, strict=True))
         self._least = min(needed, needed if self._least is None else self._least)
-        if not excess:
-            self._consider(rated)
+        if not excess and name is not None:
+            self._named.append((name, value))
+        if not excess and (self.best is None or value < self.best.value - EPSILON):
+            with contextlib.suppress(ScheduleError):  # it may not run
+                check(schedule)
+                self.best = rated
         return rated
-
-    def _acted(self, base: Schedule, state: State, at: int) -> Schedule:
-        """Return `base` with the actions of its stages."""
-        schedule, costs = base, self._problems[at].costs
-        for technique in placed_in_turn(self._actions):
-            stages = [stage for stage, action in enumerate(state) if action == technique.name]
-            if stages:
-                schedule = technique.place(schedule, stages, costs, self._limits[at])
-        return schedule
-
-    def _consider(self, rated: Rated) -> None:
-        """Make it the best if it is, and may run."""
-        if rated.name is not None:
-            self._named.append((rated.name, rated.value))
-        if self.best is None or rated.value < self.best.value - EPSILON:
-            try:
-                check(rated.schedule)
-            except ScheduleError:
-                return
-            self.best = rated
-
-
-def _question(
-    at: Placement, num_microbatches: int, costs: Costs, objective: str, graph: Graphs | None
-) -> Problem:
-    """Return the question of orders on a placement, whatever memory they take."""
-    made = graph and graph(at.num_stages)
-    units = num_microbatches * (made.num_slices if made else 1)
-    return Problem(at, units, costs, (inf,) * at.num_ranks, objective, made)
 
 
 def _bound(problem: Problem, limits: Sequence[float], actions: Sequence[Technique]) -> float:
@@ -311,36 +289,17 @@ def plan_within(
 ) -> Plan:
     """Return the best schedule found, in which activations may be elsewhere between F and B.
 
-    Args:
-        candidates: placements that may be used, each with the costs of its stages, and of what
-            `actions` take.
-        num_microbatches: m.
-        actions: names of the techniques that are allowed; none: see `plan`.
-        memory_limit: see `plan`.
-        objective: see `plan`.
-        seconds: see `plan`.
-        seed: see `plan`.
-        starts: schedules of m microbatches to be at least as good as, where they keep the limit.
-        graph: see `plan`; with `actions` that of slices, or none.
-        progress: called now and then with the share of the budget that is spent.
-
-    Raises:
-        PlanningInterrupted: by Ctrl-C; it has the best plan by then.
-        ValueError: as `plan` does, an unknown action, or costs that do not say what one takes.
+    Arguments are those of `plan`. Costs of candidates have those of `actions`, names of the
+    techniques that are allowed; with them, `graph` is that of slices, or none.
     """
+    plain = partial(plan, candidates, num_microbatches, objective=objective, seed=seed, graph=graph)
     if not actions or memory_limit is None:
-        return plan(
-            candidates,
-            num_microbatches,
-            memory_limit=memory_limit,
-            objective=objective,
-            seconds=seconds,
-            seed=seed,
-            starts=starts,
-            graph=graph,
-            progress=progress,
-        )
-    techniques = _known(candidates, actions, objective)
+        return plain(memory_limit=memory_limit, seconds=seconds, starts=starts, progress=progress)
+    require_question(candidates, objective)
+    techniques = find_all(actions)
+    for technique, (_, costs) in itertools.product(techniques, candidates):
+        if lack := technique.lacks(costs):
+            raise ValueError(f'{technique.name}, but {lack}')
     search = ActionSearch(candidates, num_microbatches, memory_limit, objective, techniques, graph)
     rest = 1 - _ORDERS - (_OTHERS if graph is not None else 0)
     whole, length, repeats = Budget(seconds, progress), seconds * rest, True
@@ -357,8 +316,17 @@ def plan_within(
             naming = Budget(length * _NAMED, tell)
             search.start_named(naming)
             repeats = not naming.overran
-        asked = memory_limit, objective, seconds, seed, graph
-        for found in _plain_plans(candidates, num_microbatches, *asked, tell):
+        shares = [_ORDERS / len(_ABOVE)] * len(_ABOVE)
+        if graph is not None:  # orders of slices take longer to find, and fewer need actions
+            shares = [_ORDERS, *[_OTHERS / len(_ABOVE)] * (len(_ABOVE) - 1)]
+        limits = same_limits(memory_limit, candidates[0][0].num_ranks)
+        for share, above in zip(shares, _ABOVE, strict=True):
+            higher = [above * amount if above < inf else inf for amount in limits]
+            try:
+                with_room(candidates, higher, graph)
+            except ValueError:
+                continue
+            found = plain(memory_limit=higher, seconds=seconds * share, progress=tell)
             search.start(found.schedule)
             repeats = repeats and found.repeats
         late = 0.0 if search.is_small else length - whole.seconds
@@ -371,57 +339,3 @@ def plan_within(
             raise KeyboardInterrupt from None  # what it has is above the limit
         raise PlanningInterrupted(search.made(repeats=False)) from None
     return search.made(repeats and not budget.overran)
-
-
-def _plain_plans(
-    candidates: Sequence[Candidate],
-    num_microbatches: int,
-    limit: Limit,
-    objective: str,
-    seconds: float,
-    seed: int,
-    graph: Graphs | None,
-    progress: Callable[[float], None] | None,
-) -> Iterator[Plan]:
-    """Yield plans without actions under limits that actions may bring down to the one asked for."""
-    shares = [_ORDERS / len(_ABOVE)] * len(_ABOVE)
-    if graph is not None:  # orders of slices take longer to find, and fewer need actions
-        shares = [_ORDERS, *[_OTHERS / len(_ABOVE)] * (len(_ABOVE) - 1)]
-    for share, higher in zip(shares, _higher(limit, candidates[0][0].num_ranks), strict=True):
-        if _any_fits(candidates, higher, graph):
-            yield plan(
-                candidates,
-                num_microbatches,
-                memory_limit=higher,
-                objective=objective,
-                seconds=seconds * share,
-                seed=seed,
-                graph=graph,
-                progress=progress,
-            )
-
-
-def _higher(limit: Limit, num_ranks: int) -> Iterator[list[float]]:
-    """Yield limits for orders that actions bring below the one asked for."""
-    for above in _ABOVE:
-        asked = same_limits(limit, num_ranks)
-        yield [inf] * num_ranks if above == inf else [above * amount for amount in asked]
-
-
-def _any_fits(candidates: Sequence[Candidate], limits: list[float], graph: Graphs | None) -> bool:
-    try:
-        return bool(with_room(candidates, limits, graph))
-    except ValueError:
-        return False
-
-
-def _known(
-    candidates: Sequence[Candidate], actions: Collection[str], objective: str
-) -> tuple[Technique, ...]:
-    require_question(candidates, objective)
-    techniques = find_all(actions)
-    for technique in techniques:
-        for _, costs in candidates:
-            if lack := technique.lacks(costs):
-                raise ValueError(f'{technique.name}, but {lack}')
-    return techniques

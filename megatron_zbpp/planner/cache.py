@@ -24,22 +24,11 @@ from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Schedule, strict_json
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.grid import ScheduleError
+from megatron_zbpp.ir.schedule import ScheduleError
 from megatron_zbpp.planner.actions import plan_within
 from megatron_zbpp.planner.plans import Candidate, Plan
 
-
-def _best_named(value: Any) -> str | None:
-    """Check the name and the value of a named schedule, or null."""
-    fits = value is None or (
-        strict_json.is_list(value)
-        and len(value) == 2
-        and strict_json.text(value[0]) is None
-        and strict_json.number(value[1]) is None
-    )
-    return None if fits else 'a name and a number, or null'
-
-
+_PAIR = strict_json.tuple_of(strict_json.text, strict_json.number)
 _PLAIN = {  # fields that are JSON as they are
     'objective': strict_json.one_of('makespan', 'window'),
     'value': strict_json.number,
@@ -50,7 +39,9 @@ _FIELDS = {
     **_PLAIN,
     'schedule': strict_json.string,
     'costs': strict_json.anything,
-    'best_named': _best_named,
+    'best_named': strict_json.check(
+        lambda value: value is None or _PAIR(value) is None, 'a name and a number, or null'
+    ),
 }
 
 
@@ -74,20 +65,11 @@ def planned(
     progress: Callable[[float], None] | None = None,
     **inputs: Any,
 ) -> tuple[Plan, bool]:
-    """Return the result of `plan`, and whether it was on disk.
+    """Return the result of `plan_within`, and True where it was on disk.
 
     A damaged file is replaced, a folder that cannot be written to is done without; both with a
-    warning.
-
-    Args:
-        folder: of the plans; None to plan anew and keep nothing.
-        candidates: see `plan`.
-        num_microbatches: see `plan`.
-        progress: see `plan`.
-        inputs: further keyword arguments of `plan`; none that can be read only once.
-
-    Raises:
-        ValueError: as `plan` does.
+    warning. Without a folder it plans anew and keeps nothing. Further arguments are those of
+    `plan_within`, none that can be read only once.
     """
     if folder is None:
         return plan_within(candidates, num_microbatches, progress=progress, **inputs), False
@@ -152,10 +134,8 @@ def _load(file: Path) -> Plan | None:
 
 def _wrong(found: Plan, candidates: Sequence[Candidate], num_microbatches: int) -> str | None:
     schedule, costs = found.schedule, found.costs
-    if (
-        schedule.num_microbatches != num_microbatches
-        or (schedule.placement, costs) not in candidates
-    ):
+    known = (schedule.placement, costs) in candidates
+    if schedule.num_microbatches != num_microbatches or not known:
         return 'it is of another question'
     try:
         check(schedule)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Placement, Schedule, formats
-from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.formats import BYTES, UNITS, PlanFile, Units
-from megatron_zbpp.ir.graph import HOST, TRANSFERS
+from megatron_zbpp.ir.formats import BYTES, UNITS, Units
+from megatron_zbpp.ir.graph import HOST, TRANSFERS, compiled
 from megatron_zbpp.ir.plan_costs import in_reverse
 from megatron_zbpp.ir.timeline import Timeline
-from megatron_zbpp.planner.budget import OnTime, always
 from megatron_zbpp.planner.cost_sources import (
     NO_TIMES,
     CostSource,
@@ -26,15 +24,16 @@ from megatron_zbpp.planner.cost_sources import (
     PlanCosts,
     Times,
 )
-from megatron_zbpp.planner.limits import Bytes
+from megatron_zbpp.planner.limits import Bytes, OnTime, always
 from megatron_zbpp.planner.sequence_slices import WHOLE_SEQUENCES, SliceRequest
 from megatron_zbpp.schedules import build, find, names
 from megatron_zbpp.techniques import ASKED, placed_in_turn
 from megatron_zbpp.techniques import find as find_technique
 from megatron_zbpp.techniques.base import USUAL_RATIO, with_copies
 from megatron_zbpp.techniques.composition import BOTH, OUTPUT, VOCABULARY, techniques_of
+from megatron_zbpp.techniques.slices.balance import Attention
+from megatron_zbpp.techniques.slices.graph import AUTO
 from megatron_zbpp.techniques.slices.place import in_slices, unsuited
-from megatron_zbpp.techniques.slices.sizes import AUTO
 from megatron_zbpp.techniques.updates.versions import updates_of, with_weight_copies
 from megatron_zbpp.techniques.vocabulary.place import (
     in_embedding_shards,
@@ -91,14 +90,37 @@ class CaseRequest:
     on_time: OnTime = always  # asked between shares of shards that are tried
     name: Naming = str
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any], name: Naming = str) -> CaseRequest:
+        """Return the request of options, as `zbpp` and `megatron_zbpp.plan` have them by name."""
+        attention = options.get('attention') or 0.0
+        cut = SliceRequest(
+            options.get('slices'),
+            options.get('seq_length'),
+            Attention(attention) if isinstance(attention, int | float) else attention,
+            options.get('context_exchange'),
+            name,
+        )
+        own: dict[str, Any]
+        own = {each.name: options[each.name] for each in fields(cls) if each.name in options}
+        amounts = {technique: options.get(technique) for technique in ASKED}
+        own.update(cut=cut, amounts=amounts, name=name)
+        return cls(**own)
+
     def case(self, family: str | None = None) -> Case:
         """Return the schedule that is asked for, or that of a family: checked, with its costs."""
         name = self.schedule if family is None else family
         case = self._from_file() if name is None else self._generated(name)
         self.require_share()
         planned = case.schedule.costs is not None
-        if self.vocab_parallel is not None:
-            case = self._in_shards(case)
+        if self.vocab_parallel is not None:  # the output layer is on all ranks
+            placement, made = case.schedule.placement, case.schedule
+            costs = self._with_shard_times(case.costs, placement)
+            if VOCABULARY not in techniques_of(made):
+                made = in_shards(made, costs, self._room(costs, placement), self.on_time)
+            if self.vocab_layers == BOTH:
+                made = in_embedding_shards(made, costs)
+            case = case._replace(schedule=made, costs=costs)
         copies = bool(compiled(case.schedule.graph).on_copy_engines)
         for technique in placed_in_turn(map(find_technique, ASKED)):
             amount = self.amounts.get(technique.name)
@@ -126,13 +148,6 @@ class CaseRequest:
         """Return this request, schedules to compare, and why other families have none.
 
         A plan's file comes first; then the request has its sizes and costs.
-
-        Args:
-            families: names; none: all.
-            progress: called with the share that is done.
-
-        Raises:
-            ValueError: nothing is left to compare, or a name is not known.
         """
         asked, found, skipped = self, dict[str, Case](), dict[str, str]()
         if self.file is not None:
@@ -154,11 +169,8 @@ class CaseRequest:
     def _in_sizes_of(self, case: Case) -> CaseRequest:
         """Return the request with the sizes of a file, and the costs of a plan."""
         schedule, updates = case.schedule, updates_of(case.schedule.graph)
-        asked = replace(
-            self,
-            num_ranks=schedule.num_ranks,
-            num_microbatches=updates.every if updates else schedule.num_microbatches,
-        )
+        m = updates.every if updates else schedule.num_microbatches
+        asked = replace(self, num_ranks=schedule.num_ranks, num_microbatches=m)
         if self.cut.slices is None and schedule.graph.num_slices > 1:
             asked = replace(asked, cut=replace(self.cut, slices=schedule.graph.num_slices))
         if schedule.costs is None or self.costs is not NO_TIMES:
@@ -181,37 +193,15 @@ class CaseRequest:
                 f'SHARE, or {IN_FILE}'
             )
 
-    def _in_shards(self, case: Case) -> Case:
-        """Return the case with the output layer on all ranks."""
-        placement, made = case.schedule.placement, case.schedule
-        costs = self._with_shard_times(case.costs, placement)
-        if VOCABULARY not in techniques_of(made):
-            made = in_shards(made, costs, self._room(costs, placement), self.on_time)
-        if self.vocab_layers == BOTH:
-            made = in_embedding_shards(made, costs)
-        return case._replace(schedule=made, costs=costs)
-
     def _room(self, costs: Costs, placement: Placement) -> float | None:
-        """Return the memory limit less parameters."""
         if self.memory_limit is None:
             return None
         return max(0.0, self.memory_limit - max(costs.static(placement)))
 
-    def _with_whole_layer(self, costs: Costs) -> Costs:
-        """Return costs whose last stage has the output layer that shards are weighed against."""
-        if self.whole_layer is None:
-            return costs
-        if not isinstance(self.whole_layer, str):
-            placement = Placement.loop(costs.num_stages)
-            costs = with_shard_times(costs, placement, self.whole_layer)
-        return with_whole_layer(costs)
-
     def _with_shard_times(self, costs: Costs, placement: Placement) -> Costs:
-        """Return costs with the times of S and T that are asked for."""
         share = self.vocab_parallel
-        if not isinstance(share, float | int):
-            return costs
-        return with_shard_times(costs, placement, share)
+        numbered = isinstance(share, float | int)
+        return with_shard_times(costs, placement, share) if numbered else costs
 
     def copied(self, costs: Costs, between: Iterable[str] = ()) -> Costs:
         """Return `costs` with times of copies, by `copy_ratio` where they have none."""
@@ -234,7 +224,12 @@ class CaseRequest:
         slices = self.cut.number or family.default_slices
         self.require_size(p * m * chunks * slices)
         placement = Placement.loop(p, chunks)  # a stage's share does not depend on its place
-        costs = self._with_whole_layer(self.costs_of(placement))
+        costs = self.costs_of(placement)
+        if self.whole_layer is not None:  # the last stage has what shards are weighed against
+            if not isinstance(self.whole_layer, str):
+                plain = Placement.loop(costs.num_stages)
+                costs = with_shard_times(costs, plain, self.whole_layer)
+            costs = with_whole_layer(costs)
         limit = self._room(costs, placement) if 'memory_limit' in family.options else None
         overlaps = 'together' in family.options
         if self.together is not None and self.schedule == name and not overlaps:
@@ -246,16 +241,12 @@ class CaseRequest:
         planned = self.copied(costs) if family.moves else costs  # its copies have their slots
         if family.in_shards:
             planned = self._with_shard_times(planned, placement)
-        schedule = in_slices(
-            name,
-            p,
-            m,
-            slices,
-            num_chunks=chunks,
-            costs=planned,
-            memory_limit=limit,
-            together=overlaps and asked,
-        )
+        options: dict[str, Any] = {
+            'num_chunks': chunks,
+            'memory_limit': limit,
+            'together': overlaps and asked,
+        }
+        schedule = in_slices(name, p, m, slices, costs=planned, **options)
         if slices > 1 and family.default_slices == 1 and limit is None:
             why = unsuited(schedule, build(name, p, m, num_chunks=chunks))
             if why is not None:
@@ -278,24 +269,22 @@ class CaseRequest:
                 flag = self.name(name)
                 raise ValueError(f'{flag} {asked}, but {self.file} has {found}: leave {flag} out')
         if schedule.costs is not None and self.costs is NO_TIMES:
-            return Case(schedule, self._planned_costs(plan, schedule.costs), plan.units)
+            if self.cut.parts.share:
+                raise ValueError(
+                    f'{self.name("attention")}, but the costs of {self.file} have it: leave it '
+                    f'out, or give {self.name("costs")}'
+                )
+            if isinstance(self.memory_limit, Bytes) and plan.units.memory != BYTES:
+                raise ValueError(
+                    f'a memory limit in bytes, but {self.file} counts {plan.units.memory}: give a '
+                    'number of those'
+                )
+            costs = self._with_messages_and_pairs(schedule.costs, self.file, self.file)
+            return Case(schedule, costs, plan.units)
         if plan.lacks and self.costs is NO_TIMES:
             warnings.warn(f'{self.file}: {plan.lacks}', stacklevel=2)
         costs, schedule = self.costs_of(schedule.placement), replace(schedule, costs=None)
         return Case(*self.cut.with_sizes(schedule, costs))
-
-    def _planned_costs(self, plan: PlanFile, costs: Costs) -> Costs:
-        if self.cut.parts.share:
-            raise ValueError(
-                f'{self.name("attention")}, but the costs of {self.file} have it: leave it out, or '
-                f'give {self.name("costs")}'
-            )
-        if isinstance(self.memory_limit, Bytes) and plan.units.memory != BYTES:
-            raise ValueError(
-                f'a memory limit in bytes, but {self.file} counts {plan.units.memory}: give a '
-                'number of those'
-            )
-        return self._with_messages_and_pairs(costs, str(self.file), str(self.file))
 
     def costs_of(self, placement: Placement, selective: bool = False) -> Costs:
         """Return the costs of a placement's stages; `selective`: with selective recomputation."""
@@ -336,10 +325,8 @@ class CaseRequest:
         sizes = {'p': self.num_ranks, 'm': self.num_microbatches, 'n': self.cut.number}
         parts = [f'{name} = {size}' for name, size in sizes.items() if size is not None]
         planned = case is not None and case.schedule.costs is not None
-        if isinstance(self.costs, Times) and planned:
-            parts.append('times of the plan')
-        else:
-            parts.append(self.costs.heading)
+        own = isinstance(self.costs, Times) and planned
+        parts.append('times of the plan' if own else self.costs.heading)
         if isinstance(self.vocab_parallel, float | int):
             parts.append(f'shards {self.vocab_parallel:g}')
         if self.copy_ratio is not None:

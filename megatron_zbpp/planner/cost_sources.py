@@ -23,7 +23,7 @@ class CostSource:
 
     @property
     def stages(self) -> int | None:
-        """The number of stages that have costs; None: those of any placement."""
+        """Number of the stages that have costs; None: those of any placement."""
         return None
 
     @property
@@ -42,16 +42,7 @@ class CostSource:
         raise NotImplementedError
 
     def costs(self, placement: Placement, name: Naming, selective: bool = False) -> Costs:
-        """Return the costs of a placement's stages.
-
-        Args:
-            placement: of the stages.
-            name: of arguments, for messages.
-            selective: with Megatron's selective recomputation.
-
-        Raises:
-            ValueError: the costs are of other stages.
-        """
+        """Return the costs of a placement's stages; `selective`: with selective recomputation."""
         raise NotImplementedError
 
     def units(self, in_bytes: bool) -> Units:
@@ -85,6 +76,12 @@ class Overlap(NamedTuple):
 
     share: float  # of a forward and a backward; of all pairs where `pairs` is empty
     pairs: Mapping[str, float]  # of other pairs, by kinds: FF, FW
+
+    @classmethod
+    def of(cls, shares: Mapping[str, float]) -> Overlap:
+        """Return the overlap of shares by kinds: FB, FF, FW; of others 1."""
+        pairs = {'FF': 1.0, 'FW': 1.0, **shares}
+        return cls(pairs.pop('FB', 1.0), pairs)
 
 
 @dataclass(frozen=True)

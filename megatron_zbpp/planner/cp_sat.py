@@ -8,24 +8,31 @@ in the order of their Bs: swapping Ws that do not changes neither times nor memo
 Passes that take no time (the W of frozen weights) have an order, too, on which memory depends. So
 where there are any, each takes one tick, of which a unit of time has more than there are passes.
 
+With offload it is asked, for each stage and microbatch, too, whether its activation goes to the
+host, and if so when its place is free (the end of the copy out) and when it is taken again. Copies
+of a rank run one at a time. (The question of OptPipe, arXiv 2510.05186; the form is ours.) That
+asks a little less than schedules must keep: a copy back may begin at any time after its place is
+taken. So the bound holds, and the schedule is a start for who rates schedules by simulation.
+
 A single worker with a deterministic time limit: the same question has the same answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import accumulate, chain, combinations, permutations
 from math import ceil, floor, gcd, inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_zbpp.ir import B, F, W
+from megatron_zbpp.ir import B, F, Pass, Schedule, W
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.planner.ends import last_of, replay_whole
-from megatron_zbpp.planner.lower_bounds import lower_bound
+from megatron_zbpp.ir.graph import HOST, TRANSFERS
+from megatron_zbpp.ir.graph import chain as plain_graph
+from megatron_zbpp.planner.ends import last_of, lower_bound, replay_whole
 from megatron_zbpp.planner.problem import EPSILON, Orders, Problem
+from megatron_zbpp.techniques.offload import offload
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
@@ -38,19 +45,20 @@ _FINE = 10_000  # the longest pass takes so many units where times are not multi
 class Answer:
     """The solver's answer."""
 
-    orders: Orders | None  # the best it knows; None if it found nothing
     bound: float  # no orders have a value below this
     effort: float  # deterministic seconds that it took
     overran: bool  # whether the clock ended it; else it would answer the same again
+    orders: Orders | None = None  # the best it knows; None if it found nothing
+    schedule: Schedule | None = None  # the same with offload
 
 
 def available() -> bool:
-    """Return whether OR-tools is installed."""
+    """Return True where OR-tools is installed."""
     return find_spec('ortools') is not None
 
 
 def can_solve(problem: Problem) -> bool:
-    """Return whether the solver is there and knows what passes hold: limits are of F, B and W."""
+    """Return True where the solver is there and knows what passes hold: limits are of F, B, W."""
     return available() and (problem.is_plain or min(problem.caps) == inf)
 
 
@@ -59,44 +67,57 @@ def solve(
 ) -> Answer:
     """Look for better orders, or a proof that there are none.
 
-    Args:
-        problem: with tens of passes a rank.
-        orders: to start from.
-        bound: a lower bound that is known.
-        enough: a value above this is of no interest.
-        effort: deterministic seconds at most.
-        seconds: by the clock at most.
-
-    Raises:
-        ValueError: OR-tools is not installed.
+    Values above `enough` are of no interest. `effort` is in deterministic seconds, `seconds` by the
+    clock, both at most.
     """
-    solver = solver_of(effort, seconds)
+    solver = _solver(effort, seconds)
     from ortools.sat.python import cp_model
 
-    unit, rounded = unit_of((*chain.from_iterable(problem.times), *problem.edges))
-    ticks = _ticks(problem, unit)
+    unit, rounded = _unit((*chain.from_iterable(problem.times), *problem.edges))
+    every = (_whole(time, unit) for own in problem.times for time in own)
+    ticks = 1 if all(every) else 1 + problem.num_queues * problem.num_microbatches
     scaled = in_ticks(problem, unit, ticks)
     value, ends = replay_whole(scaled, orders)
     value //= ticks
-    # Rounding times down may also move a window's start by as much as its stages and edges.
-    doubt = 2 * problem.placement.num_stages if rounded and problem.objective == 'window' else 0
+    doubt = _doubt(problem, rounded)
     most = min(round(value), floor(enough / unit + EPSILON) + doubt)
     least = min(floor(lower_bound(scaled) / ticks if rounded else bound / unit), most)
-    model = Model(cp_model.CpModel(), scaled, ticks, least, most)
+    model = _Model(cp_model.CpModel(), scaled, ticks, least, most)
     if value <= most:
         model.hint(ends)
-    status = interruptible(solver, model.model)
-    found = model.orders(solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
-    proven = enough
-    if status != cp_model.INFEASIBLE:
-        proven = unit * (ceil(solver.best_objective_bound - EPSILON) - doubt)
-    overran = status in (cp_model.FEASIBLE, cp_model.UNKNOWN) and solver.wall_time >= seconds
-    effort = solver.response_proto.deterministic_time
-    return Answer(found, max(bound, proven), effort, overran)
+    found, answer = _asked(solver, model.model, bound, enough, unit, doubt)
+    return replace(answer, orders=model.orders(solver)) if found else answer
 
 
-def solver_of(effort: float, seconds: float) -> cp_model.CpSolver:
-    """Return a solver with so many deterministic seconds, and so many by the clock."""
+def solve_offload(
+    problem: Problem, bound: float, known: float, effort: float, seconds: float
+) -> Answer:
+    """Look for a schedule with offload, or a proof of how little one can take.
+
+    The problem has few passes, all of which take time, with limits and with times of O and L.
+    Values above `known` are of no interest; `effort` is in deterministic seconds, at most.
+    """
+    solver = _solver(effort, seconds)
+    from ortools.sat.python import cp_model
+
+    out, back = (problem.costs.times[kind] for kind in TRANSFERS[HOST])
+    unit, rounded = _unit((*problem.durations, *problem.edges, *out, *back))
+    doubt = _doubt(problem, rounded)
+    most = floor(known / unit + EPSILON) + doubt
+    least = 0 if rounded else min(floor(bound / unit), most)
+    ways = [(int(_whole(a, unit)), int(_whole(b, unit))) for a, b in zip(out, back, strict=True)]
+    model = _OffloadModel(cp_model.CpModel(), in_ticks(problem, unit, 1), ways, least, most)
+    found, answer = _asked(solver, model.model, bound, known, unit, doubt)
+    answer = replace(answer, bound=max(bound, min(answer.bound, known)))
+    return replace(answer, schedule=model.schedule(solver)) if found else answer
+
+
+def _doubt(problem: Problem, rounded: bool) -> int:
+    """Return units by which rounding times down may move a window's start: its stages and edges."""
+    return 2 * problem.placement.num_stages if rounded and problem.objective == 'window' else 0
+
+
+def _solver(effort: float, seconds: float) -> cp_model.CpSolver:
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
@@ -112,6 +133,28 @@ def solver_of(effort: float, seconds: float) -> cp_model.CpSolver:
     return solver
 
 
+def _asked(
+    solver: cp_model.CpSolver,
+    model: cp_model.CpModel,
+    bound: float,
+    most: float,
+    unit: float,
+    doubt: int,
+) -> tuple[bool, Answer]:
+    """Solve the model; return whether the solver has a solution, and its answer without it."""
+    from ortools.sat.python import cp_model
+
+    seconds = solver.parameters.max_time_in_seconds
+    status = interruptible(solver, model)
+    proven = most
+    if status != cp_model.INFEASIBLE:
+        proven = unit * (ceil(solver.best_objective_bound - EPSILON) - doubt)
+    overran = status in (cp_model.FEASIBLE, cp_model.UNKNOWN) and solver.wall_time >= seconds
+    effort = solver.response_proto.deterministic_time
+    found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    return found, Answer(max(bound, proven), effort, overran)
+
+
 def interruptible(solver: Any, model: Any) -> Any:
     """Return the solver's status; Ctrl-C ends it at once, and goes on to whoever called."""
     with ThreadPoolExecutor(1) as pool:
@@ -123,7 +166,7 @@ def interruptible(solver: Any, model: Any) -> Any:
             raise
 
 
-def unit_of(times: tuple[float, ...]) -> tuple[float, bool]:
+def _unit(times: tuple[float, ...]) -> tuple[float, bool]:
     """Return the time that is 1 for the solver, and whether times must be rounded down to it."""
     for denominator in _DENOMINATORS:
         if all(abs(time * denominator - round(time * denominator)) < EPSILON for time in times):
@@ -131,15 +174,8 @@ def unit_of(times: tuple[float, ...]) -> tuple[float, bool]:
     return max(times) / _FINE, True
 
 
-def whole(time: float, unit: float) -> float:
-    """Return how many units are in that time."""
+def _whole(time: float, unit: float) -> float:
     return float(floor(time / unit + EPSILON))
-
-
-def _ticks(problem: Problem, unit: float) -> int:
-    if all(whole(time, unit) for own in problem.times for time in own):
-        return 1
-    return 1 + problem.num_queues * problem.num_microbatches
 
 
 def in_ticks(problem: Problem, unit: float, ticks: int) -> Problem:
@@ -149,19 +185,19 @@ def in_ticks(problem: Problem, unit: float, ticks: int) -> Problem:
     parts = {task.kind: [(1 / problem.slices,) * problem.slices] * sites for task in problem.tasks}
     for of_slices, own in zip(problem.of_slices, problem.times, strict=True):
         by_slice = sorted((task.slice, time) for task, time in zip(of_slices, own, strict=True))
-        taken = [ticks * whole(time, unit) or 1.0 for _, time in by_slice]
+        taken = [ticks * _whole(time, unit) or 1.0 for _, time in by_slice]
         kind, stage, _ = of_slices[0]
         times.setdefault(kind, [0.0] * sites)[stage] = sum(taken)
         parts[kind][stage] = tuple(time / sum(taken) for time in taken)
     edge, route = problem.costs.edge, problem.placement.only_route
     edges = {
-        pair: ticks * whole(edge(*pair), unit)
+        pair: ticks * _whole(edge(*pair), unit)
         for pair in permutations(range(problem.placement.num_ranks), 2)
     }
 
     def hop(made: int, taken: int) -> float:
         ranks = route[made], route[taken]
-        return ticks * whole(edge(*ranks, (made, taken)), unit) - edges.get(ranks, 0.0)
+        return ticks * _whole(edge(*ranks, (made, taken)), unit) - edges.get(ranks, 0.0)
 
     stages, amounts = problem.placement.num_stages, problem.costs.amounts
     held = {name: own for name, own in problem.costs.parts.items() if name in amounts}
@@ -175,21 +211,13 @@ def in_ticks(problem: Problem, unit: float, ticks: int) -> Problem:
     return replace(problem, costs=costs)
 
 
-class Model:
+class _Model:
     """Start times as variables, and what they must obey."""
 
     def __init__(
         self, model: cp_model.CpModel, problem: Problem, ticks: int, least: int, most: int
     ) -> None:
-        """Write the problem into the model.
-
-        Args:
-            model: an empty one.
-            problem: in ticks.
-            ticks: of a unit.
-            least: the objective is no less, in units.
-            most: and no more.
-        """
+        """Write a problem in ticks, so many to a unit, into an empty model; bounds are in units."""
         self.model = model
         self.problem = problem
         self.ticks = ticks
@@ -201,10 +229,15 @@ class Model:
         self.starts = [self._starts(queue) for queue in range(problem.num_queues)]
         self._order_queues()
         for rank in range(problem.placement.num_ranks):
-            self._share_rank(rank)
+            self.model.add_no_overlap(self._computing(rank))
             self._limit_memory(rank)
             self._pair_weights(rank)
-        self._minimise(least, most)
+        # whole units are minimised: the ticks of passes that take no time are less than one
+        value = model.new_int_var(least, most, '')
+        for queue in problem.sinks:
+            start = int(problem.origins[problem.ranks[queue]]) // ticks * ticks
+            model.add(value * ticks + ticks - 1 >= self._end(queue, -1) - start)
+        model.minimize(value)
 
     def hint(self, ends: list[list[float]]) -> None:
         """Start the search from these ends."""
@@ -214,17 +247,11 @@ class Model:
 
     def orders(self, solver: cp_model.CpSolver) -> Orders:
         """Return the solution's orders."""
-        return [
-            [queue for _, queue in sorted(self._runs(solver, queues))]
+        runs = (
+            sorted((solver.value(start), queue) for queue in queues for start in self.starts[queue])
             for queues in self.problem.queues
-        ]
-
-    def _runs(
-        self, solver: cp_model.CpSolver, queues: tuple[int, ...]
-    ) -> Iterator[tuple[int, int]]:
-        for queue in queues:
-            for variable in self.starts[queue]:
-                yield solver.value(variable), queue
+        )
+        return [[queue for _, queue in own] for own in runs]
 
     def _end(self, queue: int, microbatch: int) -> Any:
         return self.starts[queue][microbatch] + self.lengths[queue][microbatch]
@@ -245,11 +272,7 @@ class Model:
                     end = self._end(need, last_of(microbatch, slices))
                     self.model.add(start >= end + int(edge))
 
-    def _share_rank(self, rank: int) -> None:
-        self.model.add_no_overlap(self._computing(rank))
-
     def _computing(self, rank: int) -> list[cp_model.IntervalVar]:
-        """Return when the rank runs passes."""
         return [
             self.model.new_fixed_size_interval_var(start, length, '')
             for queue in self.problem.queues[rank]
@@ -324,12 +347,103 @@ class Model:
         constraint = self.model.add(self._end(*before) <= start)
         constraint.only_enforce_if(condition)  # pyright: ignore[reportUnknownMemberType]
 
-    def _minimise(self, least: int, most: int) -> None:
-        """Minimise whole units: the ticks of passes that take no time are less than one."""
-        value = self.model.new_int_var(least, most, '')
-        rest = self.ticks - 1
-        for queue in self.problem.sinks:
-            origin = int(self.problem.origins[self.problem.ranks[queue]]) // self.ticks
-            start = origin * self.ticks
-            self.model.add(value * self.ticks + rest >= self._end(queue, -1) - start)
-        self.model.minimize(value)
+
+class _Copies(NamedTuple):
+    """The copies of one activation."""
+
+    moves: cp_model.IntVar  # whether it goes
+    free: cp_model.IntVar  # when its place is; where it stays, `taken`
+    taken: cp_model.IntVar  # when it is again
+    engine: tuple[cp_model.IntervalVar, cp_model.IntervalVar]  # when the copies run, if they do
+
+
+class _OffloadModel(_Model):
+    """The solver's model, with copies."""
+
+    def __init__(
+        self,
+        model: cp_model.CpModel,
+        problem: Problem,
+        ways: list[tuple[int, int]],
+        least: int,
+        most: int,
+    ) -> None:
+        self._ways = ways
+        self._copies: dict[tuple[int, int], _Copies] = {}
+        super().__init__(model, problem, 1, least, most)
+
+    def schedule(self, solver: cp_model.CpSolver) -> Schedule:
+        """Return the solution's schedule: O where a place is free, L where it is taken."""
+        problem, stages = self.problem, self.problem.placement.num_stages
+        entries: list[list[tuple[int, int, Pass]]] = [[] for _ in problem.queues]
+        for rank, queues in enumerate(problem.queues):
+            for queue in queues:
+                for i, start in enumerate(self.starts[queue]):
+                    kind, stage, _ = problem.tasks[queue]
+                    p = Pass(kind, stage, i)
+                    entries[rank].append((solver.value(start), 2, p))
+        gone: set[int] = set()
+        for (stage, i), copies in self._copies.items():
+            if solver.value(copies.moves):
+                gone.add(stage)
+                own = entries[problem.placement.only_route[stage]]
+                out, back = TRANSFERS[HOST]
+                own.append((solver.value(copies.free), 0, Pass(out, stage, i)))
+                own.append((solver.value(copies.taken), 1, Pass(back, stage, i)))
+        orders = ([p for _, _, p in sorted(own)] for own in entries)
+        plain = plain_graph(stages)
+        graph = offload(plain, gone) if gone else plain
+        return Schedule.of('exact', problem.placement, problem.num_microbatches, orders, graph)
+
+    def _order_queues(self) -> None:
+        super()._order_queues()
+        for stage in range(self.problem.placement.num_stages):
+            for i in range(self.problem.num_microbatches):
+                self._copies[stage, i] = self._moving(stage, i)
+
+    def _moving(self, stage: int, i: int) -> _Copies:
+        model, (out, back) = self.model, self._ways[stage]
+        forwards, backwards, _ = self.problem.by_stage
+        forward, backward = self._end(forwards[stage], i), self.starts[backwards[stage]][i]
+        moves = model.new_bool_var('')
+        free, taken, begin = (model.new_int_var(0, self.horizon, '') for _ in range(3))
+        model.add(free >= forward)
+        model.add(free <= taken)
+        model.add(taken <= backward)
+        self._if(free >= forward + out, moves)
+        self._if(begin >= taken, moves)
+        self._if(begin + back <= backward, moves)
+        self._if(free == taken, moves.negated())
+        engine = (
+            model.new_optional_fixed_size_interval_var(free - out, out, moves, ''),
+            model.new_optional_fixed_size_interval_var(begin, back, moves, ''),
+        )
+        return _Copies(moves, free, taken, engine)
+
+    def _if(self, constraint: Any, condition: Any) -> None:
+        self.model.add(constraint).only_enforce_if(condition)  # pyright: ignore[reportUnknownMemberType]
+
+    def _computing(self, rank: int) -> list[cp_model.IntervalVar]:
+        taken = [
+            self.model.new_optional_fixed_size_interval_var(copies.taken, 0, copies.moves, '')
+            for copies in self._of(rank)
+        ]
+        return [*super()._computing(rank), *taken]
+
+    def _limit_memory(self, rank: int) -> None:
+        self.model.add_no_overlap(
+            interval for copies in self._of(rank) for interval in copies.engine
+        )
+        super()._limit_memory(rank)
+
+    def _of(self, rank: int) -> list[_Copies]:
+        stages = self.problem.placement.stages(rank)
+        return [copies for (stage, _), copies in self._copies.items() if stage in stages]
+
+    def _held(self, since: int, until: int, microbatch: int) -> list[cp_model.IntervalVar]:
+        kind, stage, _ = self.problem.tasks[since]
+        if kind != F:
+            return super()._held(since, until, microbatch)
+        copies = self._copies[stage, microbatch]
+        start, end = self.starts[since][microbatch], self._end(until, microbatch)
+        return [self._span(start, copies.free), self._span(copies.taken, end)]

@@ -6,15 +6,15 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import BW, B, F, Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.grid import ScheduleError
-from megatron_zbpp.planner.budget import OnTime, always
+from megatron_zbpp.ir.schedule import ScheduleError
 from megatron_zbpp.planner.ends import replay
+from megatron_zbpp.planner.limits import OnTime, always
 from megatron_zbpp.planner.problem import Orders, Problem
 from megatron_zbpp.schedules import FAMILIES, Family
 from megatron_zbpp.schedules.registry import Sizes
@@ -33,9 +33,7 @@ class Named:
 def named(problem: Problem, on_time: OnTime = always) -> list[Named]:
     """Return the named schedules on the problem's placement and within its limits, best first.
 
-    Args:
-        problem: what they are for.
-        on_time: asked before each family, the most promising first: see `in_turn`.
+    `on_time` is asked before each family, the most promising first: see `in_turn`.
     """
     found: dict[str, list[Named]] = {}
     for family in in_turn(problem) if problem.is_plain else ():
@@ -78,15 +76,9 @@ def variants(family: Family, problem: Problem) -> Iterator[Schedule]:
     limit = min(problem.limits)
     adapts = 'memory_limit' in family.options and limit < inf
     costs = problem.costs if 'costs' in family.options else None
+    m, n = problem.num_microbatches // problem.slices, problem.slices
     for within in (None, limit) if adapts else (None,):
-        found = on_placement(
-            family,
-            problem.placement,
-            problem.num_microbatches // problem.slices,
-            costs,
-            within,
-            num_slices=problem.slices,
-        )
+        found = on_placement(family, problem.placement, m, costs, within, num_slices=n)
         if found is not None:
             yield found
 
@@ -100,19 +92,12 @@ def on_placement(
     together: bool = False,
     num_slices: int = 1,
 ) -> Schedule | None:
-    """Return a family's schedule on a placement; None: it has none there, or within that limit.
+    """Return a family's schedule on a placement, as `build` does, in slices of each sequence.
 
-    It is mirrored where the placement is: rank r is then rank p-1-r of the family's.
-
-    Args:
-        family: that is asked.
-        placement: of the stages.
-        num_microbatches: m.
-        costs: see `build`.
-        memory_limit: see `build`.
-        together: see `build`.
-        num_slices: of each sequence.
+    It is mirrored where the placement is: rank r is then rank p-1-r of the family's. None: the
+    family has none there, or within that limit.
     """
+    options: dict[str, Any] = {'num_chunks': placement.num_chunks, 'memory_limit': memory_limit}
     for m in (1, num_microbatches):  # the first tells the placement, at little expense
         try:
             found = in_slices(
@@ -120,10 +105,9 @@ def on_placement(
                 placement.num_ranks,
                 m,
                 num_slices,
-                num_chunks=placement.num_chunks,
                 costs=costs,
-                memory_limit=memory_limit,
                 together=together,
+                **options,
             )
         except ValueError:
             return None
@@ -144,15 +128,11 @@ class Joined(NamedTuple):
 def joined(problem: Problem, found: Schedule, on_time: OnTime = always) -> Iterator[Joined]:
     """Yield schedules with cells that the problem allows; none where costs say that hides nothing.
 
-    Args:
-        problem: what to plan.
-        found: the best schedule of it without cells.
-        on_time: asked before each named schedule.
+    `found` is the best schedule without cells; `on_time` is asked before each named schedule.
     """
     if problem.costs.least_share == 1 or not problem.is_plain or problem.slices > 1:
         return
-    candidates = [(None, _side_by_side(found, *kinds)) for kinds in ((F, B), (B, F))]
-    for name, schedule in itertools.chain(candidates, _named(problem, on_time)):
+    for name, schedule in _with_cells(problem, found, on_time):
         held = peak(schedule, problem.costs)
         fits = all(amount <= limit for amount, limit in zip(held, problem.limits, strict=True))
         if not schedule.together or not fits:
@@ -164,23 +144,23 @@ def joined(problem: Problem, found: Schedule, on_time: OnTime = always) -> Itera
         yield Joined(timeline.value(problem.objective), name, schedule, problem.costs)
 
 
-def _side_by_side(schedule: Schedule, first: str, second: str) -> Schedule:
-    kinds = ((first, second), (BW if first == B else first, BW if second == B else second))
-    cells: set[tuple[int, int]] = set()
-    for rank, order in enumerate(schedule.passes):
-        for at, (one, other) in enumerate(itertools.pairwise(order)):
-            apart = one.microbatch != other.microbatch
-            if (one.kind, other.kind) in kinds and apart and (rank, at - 1) not in cells:
-                cells.add((rank, at))
-    return replace(schedule, together=frozenset(cells))
-
-
-def _named(problem: Problem, on_time: OnTime) -> Iterator[tuple[str, Schedule]]:
-    """Yield families that have cells, where they are on the problem's placement."""
+def _with_cells(
+    problem: Problem, found: Schedule, on_time: OnTime
+) -> Iterator[tuple[str | None, Schedule]]:
+    """Yield a schedule with cells in it, then the families that have cells, where they can be."""
+    for first, second in ((F, B), (B, F)):
+        kinds = ((first, second), (BW if first == B else first, BW if second == B else second))
+        cells: set[tuple[int, int]] = set()
+        for rank, order in enumerate(found.passes):
+            for at, (one, other) in enumerate(itertools.pairwise(order)):
+                apart = one.microbatch != other.microbatch
+                if (one.kind, other.kind) in kinds and apart and (rank, at - 1) not in cells:
+                    cells.add((rank, at))
+        yield None, replace(found, together=frozenset(cells))
     placement = problem.placement
     for family in FAMILIES:
         if not on_time():
             return
-        found = on_placement(family, placement, problem.num_microbatches, together=True)
-        if found is not None:
-            yield family.label(placement.num_chunks), found
+        own = on_placement(family, placement, problem.num_microbatches, together=True)
+        if own is not None:
+            yield family.label(placement.num_chunks), own

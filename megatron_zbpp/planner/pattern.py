@@ -26,8 +26,8 @@ from random import Random
 from typing import Any
 
 from megatron_zbpp.ir import B, F, Schedule, W
-from megatron_zbpp.planner.budget import OnTime, always
 from megatron_zbpp.planner.ends import latest, replay
+from megatron_zbpp.planner.limits import OnTime, always
 from megatron_zbpp.planner.problem import SEVERAL, Ends, Orders, Problem
 from megatron_zbpp.schedules.construct.phases import split_one_forward_one_backward
 
@@ -111,7 +111,6 @@ class Pattern:
 
 
 def _mutated(value: Any, field: str, rng: Random) -> float | tuple[float, ...]:
-    """Return another value for this field of a pattern."""
     if field == 'patience':
         return rng.choice(_PATIENCE)
     if field == 'interval':
@@ -138,7 +137,13 @@ def dispatch(problem: Problem, pattern: Pattern) -> Orders:
     durations, needs, edges = problem.durations, problem.needs, problem.edges
     inputs, m = problem.awaited, problem.num_microbatches
     leads = [lead if task.kind == F else inf for task in problem.tasks]
-    guards = _guards(problem)
+    whole = problem.is_plain and problem.slices == 1
+    guards: list[_Guard | None] = []
+    for queue, task in enumerate(problem.tasks):
+        takes = max(problem.steps[queue]) > 0
+        fits = _safe if whole and task.kind == F else _fits if whole else _can_finish
+        limited = problem.caps[problem.ranks[queue]] < inf and (takes or fits is _safe)
+        guards.append(fits if limited else None)
     ends: Ends = [[] for _ in due]
     held = [0] * problem.placement.num_ranks
 
@@ -174,10 +179,7 @@ def dispatch(problem: Problem, pattern: Pattern) -> Orders:
 
 
 def _run(
-    problem: Problem,
-    choose: Callable[[int, float], tuple[int, float]],
-    ends: Ends,
-    held: list[int],
+    problem: Problem, choose: Callable[[int, float], tuple[int, float]], ends: Ends, held: list[int]
 ) -> Orders:
     """Run the ranks event by event, each free one as `choose` says; fill `ends` and `held`."""
     orders: Orders = [[] for _ in held]
@@ -208,19 +210,6 @@ def _run(
 _Guard = Callable[[Problem, int, int, int, Ends], bool]
 
 
-def _guards(problem: Problem) -> list[_Guard | None]:
-    def guard(queue: int, kind: str) -> _Guard | None:
-        if problem.caps[problem.ranks[queue]] == inf:
-            return None
-        whole = problem.is_plain and problem.slices == 1
-        if whole and kind == F:
-            return _safe
-        takes = max(problem.steps[queue]) > 0
-        return (_fits if whole else _can_finish) if takes else None
-
-    return [guard(queue, task.kind) for queue, task in enumerate(problem.tasks)]
-
-
 def _fits(problem: Problem, rank: int, queue: int, held: int, ends: Ends) -> bool:
     return held + problem.changes[queue] <= problem.caps[rank]
 
@@ -243,7 +232,8 @@ def _safe(problem: Problem, rank: int, queue: int, held: int, ends: Ends) -> boo
     own, rise = problem.stage_queues[rank], problem.raises[rank]
     if held + changes[queue] > cap:
         return False
-    if rise and _without_backward(problem, rank, ends) + changes[queue] + rise > cap:
+    waiting = sum(changes[f] * (len(ends[f]) - len(ends[b])) for f, b in own)  # for a backward
+    if rise and waiting + changes[queue] + rise > cap:
         return False
     last, _ = own[-1]
     if queue == last:
@@ -254,41 +244,14 @@ def _safe(problem: Problem, rank: int, queue: int, held: int, ends: Ends) -> boo
     return needed <= cap
 
 
-def _without_backward(problem: Problem, rank: int, ends: Ends) -> int:
-    return sum(
-        problem.changes[forward] * (len(ends[forward]) - len(ends[backward]))
-        for forward, backward in problem.stage_queues[rank]
-    )
-
-
 _AHEAD = (1.0, 1.5)
 _DEFER = (0.0, 0.5, 1.0, 1.5)
 _KEPT = 3
 
 
-@dataclass(frozen=True)
-class _Grouping:
-    """The parameters of one schedule of the family."""
-
-    size: int  # of the largest group
-    ahead: float  # further forwards in the warm-up for each rank below
-    defer: float  # Bs without a W for each rank above
-
-    def orders(self, problem: Problem) -> Orders:
-        placement, m = problem.placement, problem.num_microbatches
-        count = -(-m // self.size)
-        groups = [m // count + (i < m % count) for i in range(count)]
-        below = placement.num_ranks - 1
-        passes = (
-            split_one_forward_one_backward(
-                placement.stages(rank),
-                groups,
-                ahead=int(self.ahead * (below - rank)) + problem.slices - 1,
-                defer=int(self.defer * rank),
-            )
-            for rank in range(placement.num_ranks)
-        )
-        return problem.orders(Schedule.of('grouped', placement, m, passes))
+_Grouping = tuple[int, float, float]
+"""The size of the largest group, further forwards in the warm-up for each rank below, and Bs
+without a W for each rank above."""
 
 
 def grouped(problem: Problem, on_time: OnTime = always) -> list[Orders]:
@@ -298,16 +261,32 @@ def grouped(problem: Problem, on_time: OnTime = always) -> list[Orders]:
         return []
     few = problem.with_fewer_microbatches
     ranked = sorted(_values(few, on_time), key=lambda entry: entry[0])
-    return [grouping.orders(problem) for _, grouping in ranked[:_KEPT] if on_time()]
+    return [_in_groups(problem, grouping) for _, grouping in ranked[:_KEPT] if on_time()]
 
 
 def _values(problem: Problem, on_time: OnTime) -> Iterator[tuple[float, _Grouping]]:
     p = problem.placement.num_ranks
-    for choice in product(range((p + 1) // 2, p + 1), _AHEAD, _DEFER):
+    for grouping in product(range((p + 1) // 2, p + 1), _AHEAD, _DEFER):
         if not on_time():
             return
-        grouping = _Grouping(*choice)
-        orders = grouping.orders(problem)
+        orders = _in_groups(problem, grouping)
         result = replay(problem, orders) if problem.fits(orders) else None
         if result is not None:
             yield result[0], grouping
+
+
+def _in_groups(problem: Problem, grouping: _Grouping) -> Orders:
+    (size, ahead, defer), placement = grouping, problem.placement
+    m, below = problem.num_microbatches, placement.num_ranks - 1
+    count = -(-m // size)
+    groups = [m // count + (i < m % count) for i in range(count)]
+    passes = (
+        split_one_forward_one_backward(
+            placement.stages(rank),
+            groups,
+            ahead=int(ahead * (below - rank)) + problem.slices - 1,
+            defer=int(defer * rank),
+        )
+        for rank in range(placement.num_ranks)
+    )
+    return problem.orders(Schedule.of('grouped', placement, m, passes))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -20,18 +20,16 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.costs_file import SELECTIVE
 from megatron_zbpp.ir.formats import UNITS, Units, memory_of_plan
 from megatron_zbpp.ir.graph import HOST, PARTNER, TRANSFERS
-from megatron_zbpp.planner.budget import Budget
 from megatron_zbpp.planner.cache import planned
 from megatron_zbpp.planner.cases import Case, CaseRequest
 from megatron_zbpp.planner.cost_sources import StageCosts
 from megatron_zbpp.planner.figures import facts
-from megatron_zbpp.planner.frontier import FrontierInterrupted, frontier
-from megatron_zbpp.planner.limits import Candidate
+from megatron_zbpp.planner.limits import Budget, Candidate
 from megatron_zbpp.planner.plans import Plan, PlanningInterrupted, is_small
-from megatron_zbpp.planner.slice_counts import Count, fewest, slice_counts
+from megatron_zbpp.planner.sequence_slices import Count, fewest, slice_counts
 from megatron_zbpp.schedules import FAMILIES
 from megatron_zbpp.techniques import NAMES, find
-from megatron_zbpp.techniques.slices.sizes import LEAST, sizes_of
+from megatron_zbpp.techniques.slices.graph import LEAST, sizes_of
 
 Progress = Callable[[float], None]
 _SLICES = 0.5  # share of the time in which the number of slices is found, the rest plans the order
@@ -57,11 +55,7 @@ class PlanAnswer(Plan):
     counts: tuple[Count, ...] = ()  # numbers of slices that were tried
 
     def facts(self, against: str = '1f1b') -> dict[str, Any]:
-        """Return the fields of `zbpp plan --json`, which a plan's file holds, too.
-
-        Args:
-            against: the schedule by name that a gain is measured against.
-        """
+        """Return the fields of `zbpp plan --json`, which a plan's file holds, too."""
         case = Case(self.schedule, self.costs)
         name, value = self.best_named or (None, None)
         return {
@@ -86,12 +80,13 @@ class PlanAnswer(Plan):
         return {'slice_counts': [each._asdict() for each in self.counts]}
 
 
-class AnswersInterrupted(FrontierInterrupted):
-    """Ctrl-C while planning under several limits; `answers` has the plans by then."""
+class FrontierInterrupted(KeyboardInterrupt):
+    """Ctrl-C while planning under several limits."""
 
     def __init__(self, answers: list[tuple[float, PlanAnswer]]) -> None:
-        super().__init__([(limit, answer, answer.cached) for limit, answer in answers])
-        self.answers = answers
+        super().__init__()
+        # each limit with its best plan, up to the one that was planned
+        self.answers = self.best = answers
 
 
 @dataclass(frozen=True)
@@ -112,47 +107,25 @@ class PlanRequest:
     folder: Path | None = None  # of earlier plans; None: plan anew and keep nothing
     counts: tuple[Count, ...] = ()  # numbers of slices that were tried before
 
+    @classmethod
+    def of(cls, case: CaseRequest, options: Mapping[str, Any]) -> PlanRequest:
+        """Return the request of a case, with the options that are fields of it."""
+        own = {each.name for each in fields(cls)} - {'case', 'counts'}
+        return cls(case, **{name: value for name, value in options.items() if name in own})
+
     def plan(self, progress: Progress | None = None) -> PlanAnswer:
-        """Return the best plan.
-
-        Args:
-            progress: called with the share of planning that is done, once slices are found.
-
-        Raises:
-            PlanningInterrupted: by Ctrl-C; it has the best plan by then.
-            ValueError: nothing fits, or options contradict each other.
-        """
+        """Return the best plan; `progress` is called with the share of planning that is done."""
         self.case.require_share()
         if self.case.cut.number == 0:
             return self.in_slices().plan(progress)
+        limit, seconds = self.case.memory_limit, self.seconds
         candidates = self.candidates()
-        try:
-            found, cached = planned(
-                self.folder,
-                candidates,
-                self.num_microbatches,
-                memory_limit=self.case.memory_limit,
-                seconds=self.seconds,
-                progress=progress,
-                **self._search(candidates),
-            )
-        except PlanningInterrupted as interruption:
-            raise PlanningInterrupted(self._answer(interruption.best, False)) from None
-        return self._answer(found, cached)
+        return self._planned(candidates, memory_limit=limit, seconds=seconds, progress=progress)
 
     def frontier(
         self, limits: Sequence[float], progress: Progress | None = None
     ) -> list[tuple[float, PlanAnswer]]:
-        """Return each limit with the best plan under it, none worse than one under less memory.
-
-        Args:
-            limits: most that a rank may hold.
-            progress: called with the share that is done.
-
-        Raises:
-            AnswersInterrupted: by Ctrl-C; it has the best plans by then.
-            ValueError: as `plan`.
-        """
+        """Return each limit with the best plan under it, none worse than one under less memory."""
         name = self.case.name
         if self.case.cut.number == 0:
             raise ValueError(
@@ -163,46 +136,54 @@ class PlanRequest:
             raise ValueError(
                 f'{name("frontier")} has the memory limits: leave {name("memory_limit")} out'
             )
+        rising = sorted(set(limits))
         request = replace(self, case=replace(self.case, limits=tuple(limits)))
         candidates = request.candidates()
+        answers: list[tuple[float, PlanAnswer]] = []
+        for at, limit in enumerate(rising):
+
+            def report(share: float, at: int = at) -> None:
+                if progress is not None:
+                    progress((at + share) / len(rising))
+
+            try:
+                answer = request._planned(
+                    candidates,
+                    memory_limit=limit,
+                    seconds=self.seconds / len(rising),
+                    starts=tuple(answer.schedule for _, answer in answers),
+                    progress=report,
+                )
+            except PlanningInterrupted as interruption:
+                assert isinstance(interruption.best, PlanAnswer)
+                raise FrontierInterrupted([*answers, (limit, interruption.best)]) from None
+            answers.append((limit, answer))
+        return answers
+
+    def _planned(self, candidates: Sequence[Candidate], **inputs: Any) -> PlanAnswer:
         try:
-            points = frontier(
+            found, cached = planned(
                 self.folder,
                 candidates,
                 self.num_microbatches,
-                limits,
-                seconds=self.seconds,
-                progress=progress,
-                **request._search(candidates),
+                objective=self.objective,
+                seed=self.seed,
+                actions=tuple(name for name in self.actions if name != SELECTIVE),
+                graph=self.case.cut.graph(candidates[0][1]),
+                **inputs,
             )
-        except FrontierInterrupted as interruption:
-            raise AnswersInterrupted(request._answers(interruption.found)) from None
-        return request._answers(points)
-
-    def _answers(
-        self, points: Sequence[tuple[float, Plan, bool]]
-    ) -> list[tuple[float, PlanAnswer]]:
-        return [(limit, self._answer(found, cached)) for limit, found, cached in points]
-
-    def _search(self, candidates: Sequence[Candidate]) -> dict[str, Any]:
-        return {
-            'objective': self.objective,
-            'seed': self.seed,
-            'actions': tuple(name for name in self.actions if name != SELECTIVE),
-            'graph': self.case.cut.graph(candidates[0][1]),
-        }
+        except PlanningInterrupted as interruption:
+            raise PlanningInterrupted(self._answer(interruption.best, False)) from None
+        return self._answer(found, cached)
 
     def _answer(self, found: Plan, cached: bool) -> PlanAnswer:
-        placement = found.schedule.placement
-        selective = SELECTIVE in self.actions and found.costs != self._with_selective(
-            placement, False
-        )
-        small = self.num_ranks * self.num_microbatches * 3
+        placement, selective = found.schedule.placement, SELECTIVE in self.actions
+        small = is_small(self.num_ranks * self.num_microbatches * 3)
         return PlanAnswer(
             **{each.name: getattr(found, each.name) for each in fields(Plan)},
             cached=cached,
-            selective=selective,
-            cut_short=not (cached or found.repeats or is_small(small)),
+            selective=selective and found.costs != self._with_selective(placement, False),
+            cut_short=not (cached or found.repeats or small),
             units=self.case.units,
             layout=self.case.costs.layout(placement),
             counts=self.counts,
@@ -251,10 +232,9 @@ class PlanRequest:
         for asked in allowed:
             chunks = self.case.costs.chunks(p, asked, asked, name)
             self.case.require_size(p * self.num_microbatches * slices * chunks)
-            for kind in self.placements:
-                if PLACEMENTS[kind](chunks):
-                    placed = Placement.loop if kind == 'loop' else Placement.wave
-                    found[placed(p, chunks)] = None
+            kinds = [kind for kind in self.placements if PLACEMENTS[kind](chunks)]
+            placed = (Placement.loop if kind == 'loop' else Placement.wave for kind in kinds)
+            found |= {at(p, chunks): None for at in placed}
         if not found:
             raise ValueError(
                 f'{name("placement")} {",".join(self.placements)} cannot have {allowed} chunks per '
@@ -277,7 +257,6 @@ class PlanRequest:
         return [(at, self._with_selective(at, way)) for way in ways for at in found]
 
     def _with_selective(self, placement: Placement, selective: bool) -> Costs:
-        """Return the costs of actions, with Megatron's selective recomputation or without."""
         case = self.case
         plain = case.copied(case.costs_of(placement), TRANSFERS[PARTNER])
         if not selective:

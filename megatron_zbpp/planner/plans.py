@@ -4,7 +4,7 @@ It starts from every named schedule on the placements that are allowed, fused ba
 is never worse than the best of them; searches on from there (`search`); and on small problems asks
 the exact solver, where it is installed, for the optimum or a proof. Time goes to the placements
 that can still win. Where costs say what forwards and backwards take that run as one, what it has
-found is compared with the same in such cells (`cells`).
+found is compared with the same in such cells (`named_schedules.joined`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,16 @@ from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner import cp_sat
-from megatron_zbpp.planner.budget import Budget, OnTime, always
-from megatron_zbpp.planner.limits import Candidate, Graphs, Limit, activation_limits, with_room
+from megatron_zbpp.planner.limits import (
+    Budget,
+    Candidate,
+    Graphs,
+    Limit,
+    OnTime,
+    always,
+    question,
+    with_room,
+)
 from megatron_zbpp.planner.named_schedules import Joined, Named, joined, named
 from megatron_zbpp.planner.pattern import Pattern, dispatch, grouped
 from megatron_zbpp.planner.problem import EPSILON, OBJECTIVES, Problem
@@ -59,15 +67,11 @@ class Plan:
 
 
 class PlanningInterrupted(KeyboardInterrupt):
-    """Ctrl-C while planning.
-
-    Attributes:
-        best: the best plan by then.
-    """
+    """Ctrl-C while planning."""
 
     def __init__(self, best: Plan) -> None:
         super().__init__()
-        self.best = best
+        self.best = best  # plan by then
 
 
 def plan(
@@ -83,41 +87,26 @@ def plan(
     graph: Graphs | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Plan:
-    """Return the best schedule found on any of the candidates.
+    """Return the best schedule found on any of the candidates: see `megatron_zbpp.plan`.
 
-    Args:
-        candidates: placements that may be used, each with the costs of its stages.
-        num_microbatches: m.
-        memory_limit: most that a rank may hold, or one limit a rank, in the unit of
-            `costs.amounts`; its parameters count.
-        objective: 'makespan' while all ranks wait for each other between iterations; 'window',
-            the longest span of one rank, where they do not.
-        seconds: at most, but for the schedule to begin with and the check of the plan; turned into
-            a number of steps, so that plans can be made again.
-        spent: seconds of these that are over: the clock ends the search so much earlier.
-        seed: another one searches elsewhere.
-        starts: schedules of m microbatches to be at least as good as, where they keep the limit;
-            those of another graph are left out.
-        graph: of one microbatch, by the number of stages, such as
-            `lambda stages: sliced(chain(stages), 2)`; default: F, B and W of each stage.
-        progress: called now and then with the share of the budget that is spent.
-
-    Raises:
-        PlanningInterrupted: by Ctrl-C; it has the best plan by then.
-        ValueError: no candidates, an unknown objective, a limit that no schedule can keep, or a
-            graph with passes that the search cannot place.
+    Seconds are turned into a number of steps, so that plans can be made again; where `spent` of
+    them are over, the clock ends the search so much earlier. Of `starts` those of another graph are
+    left out. Ctrl-C raises PlanningInterrupted.
     """
     require_question(candidates, objective)
-    problems: list[Problem] = []
-    for placement, costs in with_room(candidates, memory_limit, graph):
-        limits = activation_limits(memory_limit, placement, costs)
-        made = graph and graph(placement.num_stages)
-        units = num_microbatches * (made.num_slices if made else 1)
-        problems.append(Problem(placement, units, costs, limits, objective, made))
+    problems = [
+        question(each, num_microbatches, memory_limit, objective, graph)
+        for each in with_room(candidates, memory_limit, graph)
+    ]
     whole = Budget(seconds, reserve=spent)
-    in_time = always if _small(problems) else whole.on_time
-    reserve = min((seconds - spent) / 2, _reserve(problems))
-    budget = Budget(seconds, progress, reserve=spent + reserve)
+    in_time = always
+    reserve = 0.0  # seconds that the best plan takes once it is found
+    if not _small(problems):
+        in_time = whole.on_time
+        cells = any(problem.costs.least_share != 1 for problem in problems)
+        each = _CHECK * (_CELLS if cells else 1)
+        reserve = each * max(problem.num_passes for problem in problems)
+    budget = Budget(seconds, progress, reserve=spent + min((seconds - spent) / 2, reserve))
     searches, names = _begun(problems, list(starts), seed, budget)
     try:
         _search([search for search in searches if search.solutions], budget)
@@ -127,19 +116,12 @@ def plan(
 
 
 def is_small(num_passes: int) -> bool:
-    """Return whether all named schedules of so many passes are built within a second or so."""
+    """Return True for so few passes that all named schedules are built within a second or so."""
     return num_passes <= _SMALL
 
 
 def _small(problems: Sequence[Problem]) -> bool:
     return is_small(sum(problem.num_passes for problem in problems))
-
-
-def _reserve(problems: Sequence[Problem]) -> float:
-    """Return the seconds that the best plan of the problems takes once it is found."""
-    cells = any(problem.costs.least_share != 1 for problem in problems)
-    each = _CHECK * (_CELLS if cells else 1)
-    return 0.0 if _small(problems) else each * max(problem.num_passes for problem in problems)
 
 
 def _begun(
@@ -174,12 +156,16 @@ def _made(searches: list[Search], names: list[Named], budget: Budget, in_time: O
     """Return the best of all searches, with cells where they make it shorter."""
     begun = [search for search in searches if search.solutions]
     best = min(begun, key=lambda search: search.best.value)
+    with_cells: list[Joined] = []
+    for search in begun:
+        problem, schedule = search.problem, search.problem.schedule(search.best.orders, 'planned')
+        with_cells += joined(problem, schedule, in_time)
     schedule = best.problem.schedule(best.best.orders, 'planned')
     found = Joined(best.best.value, None, schedule, best.problem.costs)
-    with_cells = [each for search in begun for each in _joined(search, in_time)]
-    found = min(found, *with_cells, key=lambda each: each.value) if with_cells else found
+    found = min([found, *with_cells], key=lambda each: each.value)
     schedule = replace(found.schedule, name='planned', phases=())
     check(schedule)
+    named = [(each.name, each.value) for each in (*names, *with_cells) if each.name is not None]
     # cells take no less than this share of what their passes take one by one
     least = min(search.bound * search.problem.costs.least_share for search in searches)
     return Plan(
@@ -188,7 +174,7 @@ def _made(searches: list[Search], names: list[Named], budget: Budget, in_time: O
         best.problem.objective,
         found.value,
         min(found.value, least),  # which rounding may cross
-        _best(names, with_cells),
+        min(named, key=lambda entry: entry[1], default=None),
         not budget.overran,
     )
 
@@ -199,46 +185,16 @@ def _search(searches: list[Search], budget: Budget) -> None:
         ranked = sorted(searches, key=lambda search: (search.best.value, search.bound))
         for at, search in enumerate(ranked):
             best = min(search.best.value for search in searches)
-            if search.bound < best - EPSILON and budget.on_time():
-                rest = len(ranked) - at
-                _improve(search, part.split_off(1 / rest if share < 1 else 1 / min(rest, 2)), best)
-
-
-def _improve(search: Search, budget: Budget, best: float) -> None:
-    """Search; where the problem is small, first briefly and then exactly for less than `best`."""
-    if search.problem.num_passes <= _EXACT_PASSES and cp_sat.can_solve(search.problem):
-        search.improve(budget.split_off(_BRIEF))
-        if not search.done:
-            _solve(search, budget.split_off(_EXACT), best)
-    if search.bound < best - EPSILON:
-        search.improve(budget)
-
-
-def _solve(search: Search, budget: Budget, best: float) -> None:
-    """Ask the exact solver for less than `best`, or a proof that there is none."""
-    if not (budget.effort and budget.on_time()):
-        return
-    answer = cp_sat.solve(
-        search.problem,
-        search.best.orders,
-        search.bound,
-        enough=best,
-        effort=budget.effort,
-        seconds=budget.seconds,
-    )
-    budget.spend_effort(answer.effort, answer.overran)
-    search.bound = answer.bound
-    if answer.orders is not None:
-        search.add(answer.orders)
-
-
-def _joined(search: Search, in_time: OnTime) -> list[Joined]:
-    schedule = search.problem.schedule(search.best.orders, 'planned')
-    return list(joined(search.problem, schedule, in_time))
-
-
-def _best(names: list[Named], with_cells: list[Joined]) -> tuple[str, float] | None:
-    """Return name and value of the best."""
-    found = [(entry.name, entry.value) for entry in names]
-    found += [(entry.name, entry.value) for entry in with_cells if entry.name is not None]
-    return min(found, key=lambda entry: entry[1], default=None)
+            if search.bound >= best - EPSILON or not budget.on_time():
+                continue
+            rest = len(ranked) - at
+            own = part.split_off(1 / rest if share < 1 else 1 / min(rest, 2))
+            # where the problem is small, first briefly and then exactly for less than the best
+            if search.problem.num_passes <= _EXACT_PASSES and cp_sat.can_solve(search.problem):
+                search.improve(own.split_off(_BRIEF))
+                exact = own.split_off(_EXACT)
+                if not search.done and exact.effort and exact.on_time():
+                    answer = search.solve(best, exact.effort, exact.seconds)
+                    exact.spend_effort(answer.effort, answer.overran)
+            if search.bound < best - EPSILON:
+                search.improve(own)

@@ -12,7 +12,6 @@ slices take may differ: `durations` and `changes` are means, `times` and `steps`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -20,10 +19,9 @@ from itertools import accumulate, cycle
 from math import fsum, inf
 
 from megatron_zbpp.ir import B, F, Graph, Pass, Placement, Schedule, Task, W, chain
-from megatron_zbpp.ir.compiled import Compiled, compiled
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.graph import COMPUTE, DEVICE
-from megatron_zbpp.techniques.slices.graph import of_one_slice, sliced
+from megatron_zbpp.ir.graph import COMPUTE, DEVICE, Compiled, compiled
+from megatron_zbpp.techniques.slices.graph import of_one_slice
 
 Orders = list[list[int]]  # per rank, its queue numbers in the order of their passes
 Ends = list[list[float]]  # per queue, when its microbatches end
@@ -98,11 +96,7 @@ class Problem:
 
     @cached_property
     def by_stage(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """The queues of F, of B and of W, each by stage.
-
-        Raises:
-            ValueError: there are others.
-        """
+        """The queues of F, of B and of W, each by stage."""
         if not self.is_plain:
             raise ValueError(
                 'what is asked for is known of F, B and W of whole stages only, and the graph has '
@@ -351,22 +345,17 @@ class Problem:
         ranks = range(self.placement.num_ranks)
         return tuple(tuple(q for q in self.in_turn if self.ranks[q] == rank) for rank in ranks)
 
-    def in_turns(self, rank: int) -> Iterator[Task]:
-        """Yield what a rank does for one sequence alone, queue by queue."""
-        for queue in self.turns[rank]:
-            yield from self.of_slices[queue]
-
     @cached_property
     def caps(self) -> tuple[float, ...]:
         """`limits` in the unit of `changes`, and what rounding may have added to those."""
         return tuple(x if x == inf else round(x * _ROUNDING / self._quantum) for x in self.limits)
 
     def fits(self, orders: Orders) -> bool:
-        """Return whether every rank stays within its limit."""
+        """Check that every rank stays within its limit."""
         return all(map(self.fits_rank, range(len(orders)), orders))
 
     def fits_rank(self, rank: int, order: list[int]) -> bool:
-        """Return whether this order of one rank stays within its limit."""
+        """Check that this order of one rank stays within its limit."""
         if self.caps[rank] == inf:
             return True
         if self.even:
@@ -377,13 +366,8 @@ class Problem:
         return max(held) <= self.caps[rank]
 
     def has(self, schedule: Schedule) -> bool:
-        """Return whether the schedule is of this placement and graph."""
+        """Check that the schedule is of this placement and graph."""
         return schedule.placement == self.placement and schedule.graph == self._graph
-
-    def is_cut_as(self, schedule: Schedule) -> bool:
-        """Return whether a schedule has such slices, whatever else it has."""
-        cut = [each for each in schedule.graph.techniques if each.name == sliced.__name__]
-        return cut == [each for each in self._graph.techniques if each.name == sliced.__name__]
 
     def orders(self, schedule: Schedule) -> Orders:
         """Return the orders of a schedule on this placement."""

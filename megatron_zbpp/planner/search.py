@@ -1,23 +1,175 @@
 """The search on one placement: patterns that are climbed, then orders that are annealed.
 
 Patterns (`pattern`) find what a whole schedule should look like, at a few milliseconds a try;
-annealing (`anneal`) finds the last percents in its details. Both are restarted from the best that
-is known, schedules handed in from outside included, and nothing known is ever lost.
+annealing finds the last percents in its details. Both are restarted from the best that is known,
+schedules handed in from outside included, and nothing known is ever lost.
+
+Annealing moves one pass, replays, keeps the move or takes it back. Most moves touch the critical
+path, the chain of passes that sets the value, since no other can improve it. A value above what the
+temperature allows ends its replay early. Orders of many microbatches repeat themselves in the
+middle: `fold` finds what repeats, and a move inside that is made in every copy at once, so a
+thousand microbatches take no more moves than fifty.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from math import inf
+from dataclasses import dataclass
+from math import inf, log
 from random import Random
 
-from megatron_zbpp.planner.annealing import Solution, anneal, fold, plain
-from megatron_zbpp.planner.budget import Budget, OnTime, always
-from megatron_zbpp.planner.ends import replay, replay_whole
-from megatron_zbpp.planner.lower_bounds import lower_bound
+from megatron_zbpp.planner import cp_sat
+from megatron_zbpp.planner.ends import last_of, lower_bound, replay, replay_whole
+from megatron_zbpp.planner.limits import Budget, OnTime, always
 from megatron_zbpp.planner.pattern import Pattern, dispatch
 from megatron_zbpp.planner.problem import EPSILON, Ends, Orders, Problem
+
+_CRITICAL = 0.8  # share of moves that start on the critical path
+_STALE = 20  # moves after which the critical path is traced anew
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Orders and the value that they have."""
+
+    value: float
+    orders: Orders
+
+
+@dataclass
+class Folded:
+    """The order of one rank as `head + copies * body + tail`."""
+
+    head: list[int]
+    body: list[int]
+    copies: int
+    tail: list[int]
+
+    def unfold(self) -> list[int]:
+        return self.head + self.body * self.copies + self.tail
+
+    def locate(self, position: int) -> tuple[list[int], int, int]:
+        """Return the part that holds this position, the position in it, and the part's start."""
+        start, repeated = len(self.head), len(self.body) * self.copies
+        if position < start:
+            return self.head, position, 0
+        if position < start + repeated:
+            return self.body, (position - start) % len(self.body), start
+        return self.tail, position - start - repeated, start + repeated
+
+
+def plain(order: list[int]) -> Folded:
+    """Return the order as it is, nothing repeated."""
+    return Folded(list(order), [], 0, [])
+
+
+def fold(order: list[int], period: int) -> Folded:
+    """Return the order with its longest repetition of `period` passes folded."""
+    best = run = end = 0
+    for position in range(period, len(order)):
+        run = run + 1 if order[position] == order[position - period] else 0
+        if run > best:
+            best, end = run, position + 1
+    copies = best // period + 1
+    if copies < 3:
+        return plain(order)
+    first = end - copies * period
+    return Folded(order[:first], order[first : first + period], copies, order[end:])
+
+
+def anneal(
+    problem: Problem,
+    folded: list[Folded],
+    rng: Random,
+    budget: Budget,
+    temperature: float,
+    enough: float,
+) -> Solution:
+    """Return the best orders met while `temperature` falls to 0, never worse than the given ones.
+
+    `folded` is changed in place, to where the annealing ends. The budget is spent to its end,
+    unless `enough` is reached. `temperature` is of the start: how much worse a move may make the
+    value.
+    """
+    orders = [part.unfold() for part in folded]
+    value, ends = replay_whole(problem, orders)
+    best = Solution(value, [list(order) for order in orders])
+    cost = 6 + problem.num_steps / 20
+    path, stale = critical(problem, orders, ends), 0
+    while best.value > enough and budget.charge(cost):
+        if rng.random() < _CRITICAL:
+            rank, position = path[int(rng.random() * len(path))]
+        else:
+            rank = int(rng.random() * len(orders))
+            position = int(rng.random() * len(orders[rank]))
+        part, at, base = folded[rank].locate(position)
+        moved = _move(part, at, rng)
+        if moved is None:
+            continue
+        first, before = moved
+        old, orders[rank] = orders[rank], folded[rank].unfold()
+        allowed = value - temperature * (1 - budget.spent) * log(1 - rng.random())
+        result: tuple[float, Ends] | None = None
+        if problem.fits_rank(rank, orders[rank]):
+            result = replay(problem, orders, ends, rank, base + first, allowed)
+        if result is None:
+            part[first : first + len(before)] = before
+            orders[rank] = old
+            continue
+        (value, ends), stale = result, stale + 1
+        if value < best.value - EPSILON:
+            best, stale = Solution(value, [list(order) for order in orders]), _STALE
+        if stale >= _STALE:
+            path, stale = critical(problem, orders, ends), 0
+    return best
+
+
+def _move(part: list[int], at: int, rng: Random) -> tuple[int, list[int]] | None:
+    distance = 1 + int(rng.expovariate(0.6))
+    to = at + distance if rng.random() < 0.5 else at - distance
+    if not 0 <= to < len(part):
+        return None
+    first, last = min(at, to), max(at, to)
+    before = part[first : last + 1]
+    part.insert(to, part.pop(at))
+    return None if part[first : last + 1] == before else (first, before)
+
+
+def critical(problem: Problem, orders: Orders, ends: Ends) -> list[tuple[int, int]]:
+    """Return (rank, position) of the passes that set the value, last to first, by who waits."""
+    m = problem.num_microbatches
+    finishes = [
+        max(ends[queue][m - 1] for queue in queues) - origin
+        for queues, origin in zip(problem.queues, problem.origins, strict=True)
+    ]
+    rank = finishes.index(max(finishes))
+    path: list[tuple[int, int]] = []
+    positions: dict[int, list[int]] = {}
+    position = len(orders[rank]) - 1
+    queue, microbatch = orders[rank][position], m - 1
+    while True:
+        path.append((rank, position))
+        start = ends[queue][microbatch] - problem.times[queue][microbatch % problem.slices]
+        if position:
+            before = orders[rank][position - 1]
+            count = orders[rank][:position].count(before)
+            if ends[before][count - 1] > start - EPSILON:
+                queue, microbatch, position = before, count - 1, position - 1
+                continue
+        awaited = problem.awaited[queue]
+        if not awaited or start <= EPSILON:
+            return path
+        arrivals = [
+            (ends[need][last_of(microbatch, slices)] + edge, need, last_of(microbatch, slices))
+            for need, edge, slices in awaited
+        ]
+        _, queue, microbatch = max(arrivals, key=lambda each: each[0])
+        rank = problem.ranks[queue]
+        if queue not in positions:
+            positions[queue] = [i for i, other in enumerate(orders[rank]) if other == queue]
+        position = positions[queue][microbatch]
+
 
 _BEATS = (1, 2)  # microbatches in one repetition
 _PLACES = range(10, 95, 3)  # where to repeat, in percent of the time
@@ -101,13 +253,9 @@ class Search:
     def __init__(
         self, problem: Problem, starts: Iterable[Orders], seed: int, on_time: OnTime = always
     ) -> None:
-        """Begin with the best of `starts`.
+        """Begin with the best of `starts`, orders within limits that hold one microbatch.
 
-        Args:
-            problem: with limits that hold one microbatch.
-            starts: orders within the limits, to start from.
-            seed: the same seed and budget find the same.
-            on_time: asked before a random order is tried, too.
+        The same seed and budget find the same. `on_time` is asked before a random order is tried.
         """
         self.problem = problem
         self.bound = lower_bound(problem)  # of its value; whoever knows better may raise it
@@ -140,10 +288,29 @@ class Search:
         """Spend `budget` on better solutions; returns early with a proven optimum."""
         if not self.done:
             self._climb(budget.split_off(0.15 if self._pool else 0.4))
+        rng = self._rng
         for done in range(_ROUNDS):
             if self.done or not budget.on_time():
                 return
-            self._anneal(budget.split_off(1 / (_ROUNDS - done)), min(done, len(self.solutions) - 1))
+            part = budget.split_off(1 / (_ROUNDS - done))
+            orders = self.solutions[min(done, len(self.solutions) - 1)].orders
+            # now and then with repetitions folded
+            beats = rng.choice((0, 0, 1) if self._few is self.problem else (0, 1, 1, 2))
+            folded = [
+                fold(order, beats * len(queues)) if beats else plain(order)
+                for order, queues in zip(orders, self.problem.queues, strict=True)
+            ]
+            temperature = rng.choice(_TEMPERATURES) * self._unit
+            enough = self.bound + EPSILON
+            self._keep(anneal(self.problem, folded, rng, part, temperature, enough))
+
+    def solve(self, enough: float, effort: float, seconds: float) -> cp_sat.Answer:
+        """Ask the exact solver for orders below `enough`, or a proof that there are none."""
+        answer = cp_sat.solve(self.problem, self.best.orders, self.bound, enough, effort, seconds)
+        self.bound = max(self.bound, answer.bound)
+        if answer.orders is not None:
+            self.add(answer.orders)
+        return answer
 
     def _keep(self, solution: Solution) -> None:
         if all(solution.orders != known.orders for known in self.solutions):
@@ -165,25 +332,11 @@ class Search:
             pool.sort(key=lambda entry: entry[0])
             del pool[_POOL:]
         for _, pattern in pool[:3]:
-            if budget.on_time():
-                self._follow(pattern, budget.on_time)
-
-    def _follow(self, pattern: Pattern, on_time: OnTime) -> None:
-        """Make the schedule of a pattern known, and the one that repeats its steady state."""
-        self.add(dispatch(self.problem, pattern))
-        if self._few is not self.problem:
-            orders = dispatch(self._few, pattern)
-            extended = extrapolate(self._few, orders, self.problem, on_time)
-            if extended is not None:
-                self.add(extended.orders)
-
-    def _anneal(self, budget: Budget, start: int) -> None:
-        """Anneal the known solution number `start`, now and then with repetitions folded."""
-        orders, rng = self.solutions[start].orders, self._rng
-        beats = rng.choice((0, 0, 1) if self._few is self.problem else (0, 1, 1, 2))
-        folded = [
-            fold(order, beats * len(queues)) if beats else plain(order)
-            for order, queues in zip(orders, self.problem.queues, strict=True)
-        ]
-        temperature = rng.choice(_TEMPERATURES) * self._unit
-        self._keep(anneal(self.problem, folded, rng, budget, temperature, self.bound + EPSILON))
+            if not budget.on_time():
+                continue
+            self.add(dispatch(self.problem, pattern))
+            if few is not self.problem:  # what repeats its steady state, too
+                orders = dispatch(few, pattern)
+                extended = extrapolate(few, orders, self.problem, budget.on_time)
+                if extended is not None:
+                    self.add(extended.orders)

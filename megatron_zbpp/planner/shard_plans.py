@@ -12,11 +12,11 @@ from math import inf
 from typing import Any, NamedTuple
 
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.planner.budget import Budget, always
 from megatron_zbpp.planner.cases import IN_FILE, Case, CaseRequest, Undecided
+from megatron_zbpp.planner.limits import Budget, always
 from megatron_zbpp.planner.plan_requests import PlanAnswer, PlanRequest, Progress
 from megatron_zbpp.planner.plans import Plan, PlanningInterrupted, is_small, plan
-from megatron_zbpp.planner.slice_counts import doubled
+from megatron_zbpp.planner.sequence_slices import doubled
 from megatron_zbpp.schedules import find
 from megatron_zbpp.schedules.registry import Sizes
 from megatron_zbpp.techniques.composition import OUTPUT
@@ -55,13 +55,9 @@ class ShardAnswer(PlanAnswer):
     def _tried(self) -> dict[str, Any]:
         return {
             'ways': [
-                {
-                    'slices': way.slices,
-                    'output_layer': way.layer,
-                    'name': way.case.schedule.name,
-                    self.objective: way.value,
-                }
-                for way in self.ways
+                {'slices': slices, 'output_layer': layer, 'name': case.schedule.name}
+                | {self.objective: value}
+                for slices, layer, value, case, _ in self.ways
             ]
         }
 
@@ -87,7 +83,6 @@ class ShardSearch:
     """A search for the best plan with the output layer on all ranks, or whole where that pays."""
 
     def __init__(self, asked: PlanRequest) -> None:
-        """Take the question: sizes, costs and limits, and the share of a shard."""
         asked.case.require_share()
         for option, value in (('frontier', asked.case.limits), ('actions', asked.actions)):
             if value:
@@ -107,15 +102,7 @@ class ShardSearch:
         self._in_time = True
 
     def plan(self, progress: Progress | None = None) -> ShardAnswer:
-        """Return the best plan.
-
-        Args:
-            progress: called with the share of planning that is done, once ways are found.
-
-        Raises:
-            PlanningInterrupted: by Ctrl-C; it has the best plan by then.
-            ValueError: nothing fits.
-        """
+        """Return the best plan; `progress` is called with the share of planning that is done."""
         if not self._ways:
             self.find_ways()
         shortest = min(way.value for way in self._ways)
@@ -171,7 +158,10 @@ class ShardSearch:
         cases, why = list[Case](), ''
         hosts = hosts_of(self._chunks)
         if case.on_time is not always:  # there may be no time for all: the smallest bubble first
-            hosts = sorted(hosts, key=partial(_bubble, self._asked))
+            sizes = self._asked.num_ranks, self._asked.num_microbatches
+            of = {host: find(host[0]).bubble for host in hosts}
+            bubbles = {h: own(Sizes(*sizes, h[1])) if own else inf for h, own in of.items()}
+            hosts = sorted(bubbles, key=bubbles.__getitem__)
         for name, chunks in hosts:
             if (cases or not needed) and not case.on_time():
                 break
@@ -208,7 +198,6 @@ class ShardSearch:
         return case.timeline.value(self._asked.objective)
 
     def _searched(self, best: Way, progress: Progress | None) -> Plan:
-        """Return the best order on the placement of the best named schedule."""
         asked, (schedule, costs, _) = self._asked, best.case
         same = [each.schedule for each in best.others if each.schedule.graph == schedule.graph]
         return plan(
@@ -228,9 +217,3 @@ class ShardSearch:
 def _simplest(way: Way) -> tuple[int, bool]:
     """Return the sort key of ways: the fewest slices, the whole layer."""
     return way.slices, way.layer == ON_ALL
-
-
-def _bubble(asked: PlanRequest, host: tuple[str, int]) -> float:
-    name, chunks = host
-    bubble = find(name).bubble
-    return bubble(Sizes(asked.num_ranks, asked.num_microbatches, chunks)) if bubble else inf

@@ -28,21 +28,18 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron_zbpp.post_validation import STEP
+
 
 @dataclass
 class EarlyStepPolicy:
-    """Decides by what became of the latest steps: alike on all ranks, which see the same results.
+    """Decides by the outcomes of the latest steps: alike on all ranks, which see the same ones."""
 
-    Args:
-        clean_steps: so many in a row, neither clipped nor skipped, and steps are taken early.
-        window: of early steps, that is looked back on.
-        tolerated: if more of them had to be taken back, steps wait for all ranks again.
-        most_redone: after so many iterations in a row that had to run again, they always do.
-    """
-
+    # so many in a row, neither clipped nor skipped, and steps are taken early
     clean_steps: int = 10
-    window: int = 20
-    tolerated: int = 4
+    window: int = 20  # of early steps, that is looked back on
+    tolerated: int = 4  # if more of them had to be taken back, steps wait for all ranks again
+    # after so many iterations in a row that had to run again, steps always wait
     most_redone: int = 3
     _redone: int = 0
     _in_a_row: int = 0
@@ -99,7 +96,7 @@ class Prefix:
 
 
 def is_clean(norm: float, clip_grad: float) -> bool:
-    """Return whether gradients of this norm are neither skipped nor clipped (0: never)."""
+    """Return True if gradients of this norm are neither skipped nor clipped (0: never)."""
     return math.isfinite(norm) and (clip_grad <= 0 or clip_grad / (norm + 1e-6) >= 1)
 
 
@@ -137,9 +134,6 @@ class PartialReduction:
         dist.recv(tensor, self._before, group=self._pp_group, tag=_TAG)
         squared_norm, ahead = tensor.tolist()
         return Prefix(squared_norm, int(ahead))
-
-
-STEP = 'optimizer step'  # as it is called where ranks meet
 
 
 @dataclass(frozen=True)
@@ -181,7 +175,7 @@ class NextIteration(Protocol):
     """The first forwards of the next iteration."""
 
     def possible(self) -> bool:
-        """Return whether this rank can run the forwards: has their data, and nothing forbids it."""
+        """Return True if this rank can run the forwards: has their data, and nothing forbids it."""
         ...
 
     def run(self, ranks: int) -> None:
@@ -195,35 +189,23 @@ class NextIteration(Protocol):
 
 
 class PostValidation:
-    """The steps of one optimizer.
-
-    Args:
-        policy: when to step early.
-        collective: a context around what waits for other ranks, given in words.
-        say: tells the user when steps begin to be taken early, and when they no longer are.
-
-    Attributes:
-        early: how many steps were tried before all ranks had agreed, on this rank.
-        taken_back: how many of them did not stand.
-        redone: how many iterations that had begun early ran again, since the program changed what
-            they had begun with.
-        agreed: whether the latest step's result is known to be alike on all ranks.
-    """
+    """The steps of one optimizer."""
 
     def __init__(
         self,
-        policy: EarlyStepPolicy,
+        policy: EarlyStepPolicy,  # when to step early
+        # a context around what waits for other ranks, given in words
         collective: Callable[[str], AbstractContextManager[None]],
+        # tells the user when steps begin to be taken early, and when they no longer are
         say: Callable[[str], None],
     ) -> None:
-        self.policy = policy
-        self._collective = collective
-        self._say = say
+        self.policy, self._collective, self._say = policy, collective, say
         self._told = False  # that steps are taken early
-        self.early = 0
-        self.taken_back = 0
+        self.early = 0  # steps that were tried before all ranks had agreed, on this rank
+        self.taken_back = 0  # how many of them did not stand
+        # iterations that had begun early and ran again: the program changed what they began with
         self.redone = 0
-        self.agreed = False
+        self.agreed = False  # whether the latest step's result is known to be alike on all ranks
 
     def step(
         self,

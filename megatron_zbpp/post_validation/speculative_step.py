@@ -53,20 +53,16 @@ class SpeculativeStep:
     """Puts stepped parameters into the model.
 
     Then `undo` comes, and when it is known whether the step stands, `complete` or `give_back`.
-
-    Args:
-        optimizer: whose gradients are ready. Its step must treat each parameter by itself.
-        stepped: all of its parameters that have gradients.
-        buffer_bytes: how much state is set aside at once, if one parameter needs no more, of those
-            that take the true step later.
-        kept_bytes: how much of old state is kept, of those that need not.
     """
 
     @torch.no_grad()
     def __init__(
         self,
+        # whose gradients are ready; its step must treat each parameter by itself
         optimizer: torch.optim.Optimizer,
-        stepped: Sequence[Stepped],
+        stepped: Sequence[Stepped],  # all of its parameters that have gradients
+        # state that is set aside at once, if one parameter needs no more, of parameters that take
+        # the true step later
         buffer_bytes: int = BUFFER_BYTES,
         kept_bytes: int = KEPT_BYTES,
     ) -> None:

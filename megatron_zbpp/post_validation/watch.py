@@ -83,7 +83,7 @@ class Watch:
         return found + [MODES] * (self._modes != watched.modes())
 
     def differ(self) -> torch.Tensor | None:
-        """Return whether values have changed, as a tensor of one bool; None: nobody looks."""
+        """Return one bool on the device, True if values have changed; None: they are not hashed."""
         if self._digests is None:
             return None
         self._differ = self._watched.digests() != self._digests
@@ -129,12 +129,11 @@ def _factors(count: int, device: torch.device) -> torch.Tensor:
 
 
 def any_bits(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether a tensor has a value other than zero; waits for the device."""
+    """Return True if a tensor has a value other than zero; waits for the device."""
     # in half the time that `any` takes
     return any(bool(_words(tensor).count_nonzero()) for tensor in tensors)
 
 
-def summary(names: Sequence[str], most: int = 2) -> str:
-    """Return the first of some names, and how many more there are."""
-    more = len(names) - most
-    return ', '.join(names[:most]) + (f' and {more} more' if more > 0 else '')
+def summary(names: Sequence[str]) -> str:
+    """Return the first two of some names, and how many more there are."""
+    return ', '.join(names[:2]) + (f' and {len(names) - 2} more' if len(names) > 2 else '')

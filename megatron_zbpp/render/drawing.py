@@ -1,10 +1,15 @@
-"""Drawings of schedules for Python: notebooks show them, `print` too, and they can be saved."""
+"""Drawings of schedules: text for terminals, and what notebooks show and Python can save.
+
+Text has a line for each rank, a letter's width for each bit of time.
+"""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from statistics import median_low
 
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Schedule
@@ -12,8 +17,91 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.render.html import html
 from megatron_zbpp.render.png import timeline_png
+from megatron_zbpp.render.scene import Bar, Lane, ink, lanes
 from megatron_zbpp.render.svg import svg
-from megatron_zbpp.render.text import timeline_text
+
+_IDLE = '·'
+
+
+def timeline_text(timeline: Timeline, width: int = 100, colours: bool = False) -> str:
+    """Draw each rank's passes to scale: `3F1`, or less of that where there is less room.
+
+    The whole timeline if each pass gets a letter in `width`, otherwise its first part and `…`. A
+    width of 0 never cuts.
+    """
+    rows, scale, columns = _fitted(timeline, width)
+    label = _gutter(timeline)
+    return '\n'.join(
+        (row.label.ljust(label) + _line(row.bars, scale, columns, colours)).rstrip() for row in rows
+    )
+
+
+def time_shown(timeline: Timeline, width: int = 100) -> float:
+    """Return how much of the makespan `timeline_text` shows in that width."""
+    _, scale, columns = _fitted(timeline, width)
+    needed = round(timeline.makespan * scale)
+    return timeline.makespan if needed <= columns else columns / scale
+
+
+def examples(timeline: Timeline, width: int = 100) -> list[str]:
+    """Explain the labels that `timeline_text` draws in that width: one of each form, in words."""
+    rows, scale, columns = _fitted(timeline, width)
+    found: dict[str, str] = {}
+    for bar in (bar for row in rows for bar in row.bars):
+        p, first, last = bar.ran, round(bar.start * scale), round(bar.end * scale)
+        label = _label(bar, last - first) if last <= columns else ''
+        if label == str(p):
+            found.setdefault('stage', f'{label} is {p.words}')
+        elif label == f'{p.kind}{p.microbatch}':
+            found.setdefault('microbatch', f'{label} is {p.kind} microbatch {p.microbatch}')
+        elif label:
+            found.setdefault('letter', 'a letter alone: no room for numbers (--width 0 shows them)')
+            found |= {p.kind: f'{label} is {p.kind}'} if label != p.kind else {}
+    return [*found.values()]
+
+
+def _fitted(timeline: Timeline, width: int) -> tuple[list[Lane], float, int]:
+    """Return lanes, characters per unit of time, and characters that passes may take."""
+    rows = lanes(timeline)
+    columns = max(1, width - _gutter(timeline) - 1) if width else sys.maxsize
+    every = [bar for row in rows for bar in row.bars]
+    typical = median_low([bar.end - bar.start for bar in every] or [0.0])
+    if not typical:
+        return rows, 0.0, columns
+    enough = 1 + max(len(str(bar.ran)) for bar in every)
+    characters = min(int(columns * typical / timeline.makespan), enough)  # of a typical pass
+    return rows, (characters or enough) / typical, columns
+
+
+def _gutter(timeline: Timeline) -> int:
+    """Return characters before the first pass: `rank 12  `."""
+    return max(len(row.label) for row in lanes(timeline)) + 2
+
+
+def _line(row: list[Bar], scale: float, columns: int, colours: bool) -> str:
+    parts: list[str] = []
+    at = 0
+    for bar in row:
+        first, last = round(bar.start * scale), round(bar.end * scale)
+        if first >= columns:
+            break
+        cell = _label(bar, last - first).ljust(last - first)[: columns - first]
+        if colours and cell:
+            back, front = (
+                ';'.join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))
+                for colour in (bar.fill, ink(bar.fill))
+            )
+            cell = f'\x1b[48;2;{back};38;2;{front}m{cell}\x1b[0m'
+        parts += [_IDLE * (first - at), cell]
+        at = min(last, columns)
+    cut = bool(row) and round(row[-1].end * scale) > columns
+    return ''.join(parts) + ('…' if cut else '')
+
+
+def _label(bar: Bar, room: int) -> str:
+    kind = bar.ran.kind
+    names = (str(bar.ran), f'{kind}{bar.ran.microbatch}', kind[0])
+    return next((name for name in names if len(name) < room), kind[0])[:room]
 
 
 @dataclass(frozen=True)
@@ -28,7 +116,6 @@ class Drawing:
         return timeline_text(self.timeline)
 
     def _repr_svg_(self) -> str:
-        """Draw it for a notebook."""
         return svg(self._timelines, self._costs)
 
     def _repr_html_(self) -> str:
@@ -38,12 +125,7 @@ class Drawing:
         return f'<iframe srcdoc="{page}" width="100%" height="{height}" frameborder="0"></iframe>'
 
     def save(self, path: str | Path) -> None:
-        """Write it as .html, .svg, .png or .pdf.
-
-        Raises:
-            ValueError: another suffix.
-            ImportError: matplotlib, which makes .png and .pdf, is not installed.
-        """
+        """Write it as .html, .svg, .png or .pdf."""
         suffix = Path(path).suffix.lower()
         if suffix in ('.png', '.pdf'):
             timeline_png(self._timelines, path)

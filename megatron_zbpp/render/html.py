@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -13,12 +13,10 @@ from pathlib import Path
 from megatron_zbpp.analysis.gain import RIVAL
 from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.ir import Schedule
-from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.graph import HOST
+from megatron_zbpp.ir.graph import HOST, compiled
 from megatron_zbpp.ir.timeline import MEANING, Timeline
-from megatron_zbpp.render.colours import IDLE, STRIPES, colour, ink, kinds, legend
-from megatron_zbpp.render.scene import Bar, amount, bars, figures, first_rows, lanes, number
+from megatron_zbpp.render import scene
 from megatron_zbpp.render.svg import BAR, BAR_AND_MEMORY, FLOOR, TOP, shapes
 from megatron_zbpp.techniques.updates.versions import steady_state
 
@@ -38,12 +36,8 @@ def html(
 ) -> str:
     """Return a page of all `timelines`; those with equal orders explain each other when hovered.
 
-    Args:
-        timelines: by name, such as `simulated` and `measured`. Two stand side by side at first.
-        costs: by the same names; where given, memory curves are drawn.
-        title: of the page.
-        unit: of the times, for the axis: `s`.
-        heading: what all of them have in common, such as the times of passes.
+    Two timelines stand side by side at first. Where costs are given, by the same names, memory
+    curves are drawn; `heading` is what all have in common.
     """
     costs = costs or {}
     horizon = max(line.makespan for line in timelines.values()) or 1.0
@@ -52,15 +46,21 @@ def html(
         for index, (name, line) in enumerate(timelines.items())
     ]
     ran = [line.schedule for line in timelines.values()]
+    sizes = {
+        f'{s.num_ranks} ranks, {s.num_stages} stages ({s.placement.name}), '
+        f'{s.num_microbatches} microbatches'
+        for s in ran
+    }
+    subtitle = sizes.pop() if len(sizes) == 1 else f'{len(timelines)} timelines'
     data = {
         'horizon': horizon,
         'unit': unit,
-        'meanings': {name: kind.words for name, kind in kinds(ran).items()},
+        'meanings': {name: kind.words for name, kind in scene.kinds(ran).items()},
         'panels': _data(timelines, costs),
     }
     parts = {
         'title': escape(title),
-        'subtitle': escape('; '.join(filter(None, [_subtitle(timelines), heading]))),
+        'subtitle': escape('; '.join(filter(None, [subtitle, heading]))),
         'summary': _summary(timelines, costs),
         'legend': ''.join(_legend(timelines)),
         'panels': ''.join(panels),
@@ -77,9 +77,7 @@ def embedded(data: object) -> str:
 def filled(name: str, parts: Mapping[str, str]) -> str:
     """Return a page of this folder with its `@part@`s filled in.
 
-    Args:
-        name: of its file.
-        parts: by name; the style and the scripts that it names are added.
+    `parts` are by name; the style and the scripts that it names are added.
     """
     folder = files('megatron_zbpp.render')
     page = folder.joinpath(name).read_text(encoding='utf-8')
@@ -97,49 +95,48 @@ def waits(timeline: Timeline) -> list[list[tuple[int, int]]]:
 
     That is what it needs from another rank and came last; (-1, -1) for all other passes.
     """
-    rows = bars(timeline)
+    rows = scene.bars(timeline)
     where = {bar.ran: (rank, i) for rank, row in enumerate(rows) for i, bar in enumerate(row)}
     slack = 1e-9 * timeline.makespan
     beside = compiled(timeline.schedule.graph).on_copy_engines
 
-    def cause(rank: int, bar: Bar, free: float) -> tuple[int, int]:
-        if bar.start <= free + slack:
-            return _NOTHING
-        needed = [where[p] for p in timeline.schedule.predecessors(bar.ran) if where[p][0] != rank]
-        return max(needed, key=lambda at: rows[at[0]][at[1]].end, default=_NOTHING)
-
-    return [list(_caused(rank, row, beside, cause)) for rank, row in enumerate(rows)]
-
-
-def _caused(
-    rank: int,
-    row: list[Bar],
-    beside: frozenset[str],
-    cause: Callable[[int, Bar, float], tuple[int, int]],
-) -> Iterator[tuple[int, int]]:
-    """Yield the cause of each bar, given when its engine was free."""
-    free = {False: 0.0, True: 0.0}
-    for bar in row:
-        copies = bar.ran.kind in beside
-        yield cause(rank, bar, free[copies])
-        free[copies] = bar.end
+    causes: list[list[tuple[int, int]]] = []
+    for rank, row in enumerate(rows):
+        free = {False: 0.0, True: 0.0}  # since when an engine is, that of copies by itself
+        own: list[tuple[int, int]] = [_NOTHING] * len(row)
+        for i, bar in enumerate(row):
+            copies = bar.ran.kind in beside
+            if bar.start > free[copies] + slack:
+                needed = (where[p] for p in timeline.schedule.predecessors(bar.ran))
+                others = [at for at in needed if at[0] != rank]
+                own[i] = max(others, key=lambda at: rows[at[0]][at[1]].end, default=_NOTHING)
+            free[copies] = bar.end
+        causes.append(own)
+    return causes
 
 
 def _data(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> list[dict[str, object]]:
     orders = [line.schedule.passes for line in timelines.values()]
-    return [
-        {
+    found: list[dict[str, object]] = []
+    for name, line in timelines.items():
+        schedule, placement = line.schedule, line.schedule.placement
+        _, shades = placement.shade(0, 0)
+        inks = {
+            kind: [scene.ink(scene.colour(kind, shade, shades)) for shade in range(shades)]
+            for kind in scene.kinds([schedule])
+        }
+        own: dict[str, object] = {
             'name': name,
-            'same': orders.index(line.schedule.passes),
+            'same': orders.index(schedule.passes),
             'row': _row_height(line),
             'bar': BAR_AND_MEMORY if name in costs else BAR,
-            'chunks': list(map(line.schedule.placement.chunk_of, line.schedule.graph.sites)),
-            'route': None if line.schedule.placement.is_one_way else line.schedule.placement.route,
-            'inks': _inks(line.schedule),
+            'chunks': list(map(placement.chunk_of, schedule.graph.sites)),
+            'route': None if placement.is_one_way else placement.route,
+            'inks': inks,
             'rows': list(_rows(line, costs.get(name))),
         }
-        for name, line in timelines.items()
-    ]
+        found.append(own)
+    return found
 
 
 def _rows(timeline: Timeline, costs: Costs | None) -> Iterator[dict[str, object]]:
@@ -147,7 +144,7 @@ def _rows(timeline: Timeline, costs: Costs | None) -> Iterator[dict[str, object]
     held = live(schedule, costs) if costs else None
     hosted = live(schedule, costs, HOST) if costs and _on_host(schedule, costs) else None
     phases = schedule.phases or [()] * schedule.num_ranks
-    rows, causes = lanes(timeline), waits(timeline)
+    rows, causes = scene.lanes(timeline), waits(timeline)
     where = {
         (row.rank, place): (lane, i)
         for lane, row in enumerate(rows)
@@ -176,22 +173,14 @@ def _on_host(schedule: Schedule, costs: Costs) -> float:
     return max(max(held, default=0.0) for held in live(schedule, costs, HOST))
 
 
-def _inks(schedule: Schedule) -> dict[str, list[str]]:
-    _, shades = schedule.placement.shade(0, 0)
-    return {
-        kind: [ink(colour(kind, shade, shades)) for shade in range(shades)]
-        for kind in kinds([schedule])
-    }
-
-
 def _row_height(timeline: Timeline) -> int:
-    ranks = len(lanes(timeline))
+    ranks = len(scene.lanes(timeline))
     return next((height for most, height in _ROWS if ranks <= most), 14)
 
 
 def _panel(index: int, name: str, timeline: Timeline, costs: Costs | None, horizon: float) -> str:
     """Return the frame of one timeline; the page's script sets widths and draws labels and axis."""
-    rows, row = lanes(timeline), _row_height(timeline)
+    rows, row = scene.lanes(timeline), _row_height(timeline)
     middle = TOP + (BAR_AND_MEMORY if costs else BAR) / 2
     texts = [
         f'<text class="quiet" text-anchor="end" x="{_GUTTER - 10}" '
@@ -201,13 +190,13 @@ def _panel(index: int, name: str, timeline: Timeline, costs: Costs | None, horiz
     if costs:
         texts += [
             f'<text class="quiet peak" y="{(place + FLOOR) * row - 2:.5g}">'
-            f'max {amount(most)}</text>'
+            f'max {scene.amount(most)}</text>'
             for place, most in zip(
-                first_rows(timeline), peak(timeline.schedule, costs), strict=True
+                scene.first_rows(timeline), peak(timeline.schedule, costs), strict=True
             )
         ]
     return (
-        f'<section><h2>{escape(name)}</h2><div class="facts">{figures(timeline)}</div>'
+        f'<section><h2>{escape(name)}</h2><div class="facts">{scene.figures(timeline)}</div>'
         f'<svg class="view" id="panel-{index}" height="{len(rows) * row + 26}" role="img" '
         f'aria-label="timeline {escape(name)}">{"".join(texts)}'
         f'<svg class="stretch" x="{_GUTTER}" y="0" height="{len(rows) * row}" '
@@ -217,18 +206,10 @@ def _panel(index: int, name: str, timeline: Timeline, costs: Costs | None, horiz
     )
 
 
-def _subtitle(timelines: Mapping[str, Timeline]) -> str:
-    shapes = {
-        f'{s.num_ranks} ranks, {s.num_stages} stages ({s.placement.name}), '
-        f'{s.num_microbatches} microbatches'
-        for s in (line.schedule for line in timelines.values())
-    }
-    return shapes.pop() if len(shapes) == 1 else f'{len(timelines)} timelines'
-
-
 def _summary(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> str:
     """Return a table with a line for each timeline, linked to it; the page's script sorts them."""
     rows: list[str] = []
+    heads: list[str] = []
     known, rival = timelines.keys() & costs.keys(), timelines.get(RIVAL)
     rival = rival if rival and rival.makespan else None
     hosted = {name: _on_host(timelines[name].schedule, costs[name]) for name in known}
@@ -237,28 +218,18 @@ def _summary(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> s
         taken, bubble = line.makespan, line.bubble
         if steady is not None:
             taken, bubble = steady.period, steady.bubble
-        drained = number(taken), number(max(line.windows)), f'{line.idle_all_ranks:.2%}'
+        drained = scene.number(taken), scene.number(max(line.windows)), f'{line.idle_all_ranks:.2%}'
         makespan, window, idle = drained if steady is None else '---'
-        cells = [
-            makespan,
-            *([f'{1 - taken / rival.makespan:.1%}'] if rival else []),
-            window,
-            f'{bubble:.2%}',
-            idle,
-            amount(max(peak(line.schedule, costs[name]))) if name in costs else 'unknown',
-            *([amount(hosted.get(name, 0.0))] if any(hosted.values()) else []),
-        ]
-        link = f'<a href="#panel-{index}">{escape(name)}</a>'
-        rows.append(f'<tr><td>{link}</td>{"".join(f"<td>{c}</td>" for c in cells)}</tr>')
-    heads = (
-        'makespan',
-        *([f'gain over {RIVAL}'] if rival else []),
-        'longest window',
-        'bubble',
-        'idle GPU time',
-        'peak activations',
-        *(['most on the host'] if any(hosted.values()) else []),
-    )
+        most = scene.amount(max(peak(line.schedule, costs[name]))) if name in costs else 'unknown'
+        cells = {'makespan': makespan}
+        cells |= {f'gain over {RIVAL}': f'{1 - taken / rival.makespan:.1%}'} if rival else {}
+        cells |= {'longest window': window, 'bubble': f'{bubble:.2%}', 'idle GPU time': idle}
+        cells |= {'peak activations': most}
+        if any(hosted.values()):
+            cells |= {'most on the host': scene.amount(hosted.get(name, 0.0))}
+        link, heads = f'<a href="#panel-{index}">{escape(name)}</a>', [*cells]
+        own = ''.join(f'<td>{cell}</td>' for cell in cells.values())
+        rows.append(f'<tr><td>{link}</td>{own}</tr>')
     several = len(timelines) > 1
     head = ''.join(f'<th>{f"<button>{text}</button>" if several else text}</th>' for text in heads)
     caption = f'<caption class="soft">{MEANING}</caption>'
@@ -267,9 +238,9 @@ def _summary(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> s
 
 
 def _legend(timelines: Mapping[str, Timeline]) -> Iterator[str]:
-    for text, fill in legend(line.schedule for line in timelines.values()):
-        shade = 'var(--idle)' if fill == IDLE else fill
-        feet = _FOOT * STRIPES.get(text.split()[0].strip(':'), 0)
-        style = f'background:{shade};color:{ink(fill)}'
+    for text, fill in scene.legend(line.schedule for line in timelines.values()):
+        shade = 'var(--idle)' if fill == scene.IDLE else fill
+        feet = _FOOT * scene.STRIPES.get(text.split()[0].strip(':'), 0)
+        style = f'background:{shade};color:{scene.ink(fill)}'
         yield f'<li><i style="{style}">{feet}</i>{escape(text)}</li>'
     yield '<li><i style="background:var(--memory);opacity:.5"></i>activations held</li>'

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping
 from itertools import count
 
-from megatron_zbpp.analysis.collectives import collective_spans
+from megatron_zbpp.analysis.fit_costs import collective_spans
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.render.scene import Bar, bars, held
@@ -26,9 +26,8 @@ _Event = dict[str, object]
 def perfetto(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs] | None = None) -> str:
     """Return the trace as JSON; a unit of time becomes a second.
 
-    Args:
-        timelines: by name; each one's ranks are processes of their own.
-        costs: by the same names; where given, live activations are counted.
+    Each timeline's ranks are processes of their own; where costs are given, live activations are
+    counted.
     """
     events: list[_Event] = []
     arrows, first = count(1), 0
@@ -47,18 +46,18 @@ def perfetto(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs] | Non
 
 def _processes(rows: list[list[Bar]], prefix: str, first: int) -> Iterator[_Event]:
     for rank in range(len(rows)):
-        pid = first + rank
-        for key, value in (
-            ('process_name', {'name': f'{prefix}rank {rank}'}),
-            ('process_sort_index', {'sort_index': pid}),
-            ('thread_name', {'name': 'passes'}),
-        ):
-            yield {'ph': 'M', 'pid': pid, 'tid': 0, 'name': key, 'args': value}
+        own: dict[str, _Event] = {
+            'process_name': {'name': f'{prefix}rank {rank}'},
+            'process_sort_index': {'sort_index': first + rank},
+            'thread_name': {'name': 'passes'},
+        }
+        for key, value in own.items():
+            yield {'ph': 'M', 'pid': first + rank, 'tid': 0, 'name': key, 'args': value}
 
 
 def _passes(rows: list[list[Bar]], timeline: Timeline, first: int) -> Iterator[_Event]:
     schedule = timeline.schedule
-    chunk_of, sliced = schedule.placement.chunk_of, schedule.graph.num_slices > 1
+    chunk_of, cut = schedule.placement.chunk_of, any(p.slice for _, p in schedule)
     for rank, row in enumerate(rows):
         for ran, start, end, _ in row:
             yield {
@@ -73,7 +72,7 @@ def _passes(rows: list[list[Bar]], timeline: Timeline, first: int) -> Iterator[_
                     'stage': ran.stage,
                     'chunk': chunk_of(ran.stage),
                     'microbatch': ran.microbatch,
-                    **({'slice': ran.slice} if sliced else {}),
+                    **({'slice': ran.slice} if cut else {}),
                 },
             }
 

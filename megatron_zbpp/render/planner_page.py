@@ -13,16 +13,17 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from megatron_zbpp.ir import BW, B, F, Schedule, W
+from megatron_zbpp.ir import BW, B, F, Schedule, W, chain
 from megatron_zbpp.ir.formats import MANY
 from megatron_zbpp.ir.timeline import MEANING
-from megatron_zbpp.render.colours import HUES, STRIPES, between, colour, ink
 from megatron_zbpp.render.html import embedded, filled
+from megatron_zbpp.render.scene import HUES, STRIPES, between, colour, ink
 from megatron_zbpp.schedules import Family, build, own_families
 from megatron_zbpp.version import __version__
 
 KINDS = (F, B, W, BW)  # in the order of their letters
 _FIRST_LETTER, _TOGETHER = 48, '+'  # as in simulate.js
+_MEANINGS = {kind: chain(1).kinds[kind].words for kind in KINDS}
 _SHADES = 8  # of colours in the page; of more chunks, neighbours share one
 MOST_PASSES = 12_000_000  # of all orders of a page
 
@@ -38,7 +39,8 @@ class Sizes(NamedTuple):
     def passes(self) -> int:
         """Estimate the passes of all orders."""
         p, m, v = map(sum, self)
-        return 3 * p * m * (v * _count(several=True) + _count(several=False))
+        several = sum(len(family.chunks) > 1 for family in families())
+        return 3 * p * m * (v * several + len(families()) - several)
 
 
 def planner_page(
@@ -46,12 +48,7 @@ def planner_page(
 ) -> str:
     """Return the page.
 
-    Args:
-        sizes: of its schedules; each size once, rising.
-        done: is told the share of orders that are made, from 0 to 1.
-
-    Raises:
-        ValueError: no schedule has any of these sizes, or there would be too many passes.
+    `done` is told the share of orders that are made, from 0 to 1.
     """
     sizes = Sizes(*(sorted(set(each)) for each in sizes or Sizes()))
     if sizes.passes > MOST_PASSES:
@@ -76,7 +73,7 @@ def planner_page(
         ],
         'palette': {kind: _shades(kind) for kind in KINDS},
         'stripes': STRIPES,
-        'meanings': _meanings(),
+        'meanings': _MEANINGS,
         'many': MANY,
         'meaning': MEANING,
         'version': __version__,
@@ -95,16 +92,12 @@ def families() -> tuple[Family, ...]:
     )
 
 
-def _count(several: bool) -> int:
-    return sum((len(family.chunks) > 1) == several for family in families())
-
-
 def _orders(sizes: Sizes, done: Callable[[float], None]) -> Iterator[str]:
-    """Yield a line for each schedule that there is of these sizes."""
     cases = list(product(sizes.ranks, families()))
     whole, past = sum(p for p, _ in cases), 0
     for p, family in cases:
-        for v, m in product(_chunks(family, sizes.chunks), sizes.microbatches):
+        several = [v for v in sizes.chunks if v in family.chunks] if len(family.chunks) > 1 else []
+        for v, m in product(several or [family.default_chunks], sizes.microbatches):
             try:
                 made = build(family.name, p, m, num_chunks=v)
             except ValueError:  # this family takes no such sizes: the page says so
@@ -112,11 +105,6 @@ def _orders(sizes: Sizes, done: Callable[[float], None]) -> Iterator[str]:
             yield encoded(made, family.name)
         past += p
         done(past / whole)
-
-
-def _chunks(family: Family, asked: Sequence[int]) -> list[int]:
-    taken = [v for v in asked if v in family.chunks] if len(family.chunks) > 1 else []
-    return taken or [family.default_chunks]
 
 
 def encoded(schedule: Schedule, name: str) -> str:
@@ -168,27 +156,21 @@ def _letters(schedule: Schedule, rank: int) -> str:
 
 
 def packed(text: str) -> str:
-    """Return `text` deflated, in base64: what a browser unpacks by itself."""
+    """Return `text` deflated, in base64: browsers unpack both without a library."""
     deflate = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
     return base64.b64encode(deflate.compress(text.encode()) + deflate.flush()).decode()
 
 
 def _shades(kind: str) -> list[tuple[str, str]]:
-    """Return background and ink of the first to the last chunk."""
     fills = (colour(kind, shade, _SHADES) for shade in range(_SHADES))
     return [(fill, ink(fill)) for fill in fills]
-
-
-def _meanings() -> dict[str, str]:
-    kinds = build('1f1b', 2, 2).graph.kinds
-    return {kind: kinds[kind].words for kind in KINDS}
 
 
 def _legend(chunks: Sequence[int]) -> Iterator[str]:
     for kind in KINDS:
         feet, shades = '<s></s>' * STRIPES[kind], [fill for fill, _ in _shades(kind)]
         entries = {
-            'all': (f'{kind}: {_meanings()[kind]}', HUES[kind]),
+            'all': (f'{kind}: {_MEANINGS[kind]}', HUES[kind]),
             **{
                 said: (f'{kind} of {said}', shades[int(k * (_SHADES - 1) / (v - 1) + 0.5)])
                 for said, k, v in between(chunks)

@@ -1,21 +1,112 @@
-"""The scene that every picture of a timeline shows: bars in colours, held activations, ticks."""
+"""The scene that every picture of a timeline shows: bars in colours, held activations, ticks.
+
+Colours of passes are told apart by every kind of colour vision, the chunk by its shade. Without
+colours, stripes at the foot of a bar tell F (none), B (one), W (two) and BW (three). Blue, orange,
+green and purple, also unlike in lightness: any two of them are more than 20 apart in CIE Lab for
+people who lack the red, the green or the blue cones (tests/unit/render/test_render.py).
+"""
 
 from __future__ import annotations
 
+import colorsys
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import floor, log10
 from typing import NamedTuple
 
 from megatron_zbpp.analysis.memory import highest, live
-from megatron_zbpp.ir import F, Graph, Pass, Schedule
-from megatron_zbpp.ir.compiled import compiled
+from megatron_zbpp.ir import BW, B, F, Graph, Kind, Pass, Schedule, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.formats import MANY
+from megatron_zbpp.ir.graph import compiled
 from megatron_zbpp.ir.timeline import Timeline
-from megatron_zbpp.render.colours import by_version, colour
-from megatron_zbpp.techniques.updates.graph import UPDATE
-from megatron_zbpp.techniques.updates.versions import forward_versions, steady_state
+from megatron_zbpp.techniques.updates.versions import (
+    UPDATE,
+    forward_versions,
+    steady_state,
+    updates_of,
+)
+
+HUES = {F: '#1f4fd8', B: '#f28e1c', W: '#35b48f', BW: '#70166f'}
+STRIPES = {F: 0, B: 1, W: 2, BW: 3}
+_GOLDEN = 0.61803398875  # of the circle of hues, from one kind without a hue of its own to the next
+IDLE = '#eeeeee'
+_PALEST = 0.6  # share of white in the last chunk of many
+_NAMED = 4  # chunks whose shades a legend names one by one
+
+
+def colour(kind: str, chunk: int = 0, num_chunks: int = 1) -> str:
+    """Return `#rrggbb` of a pass: the kind's hue, paler for later chunks, and upwards."""
+    white = _PALEST * chunk / (num_chunks - 1) if num_chunks > 1 else 0.0
+    if kind in HUES:
+        channels = [int(HUES[kind][i : i + 2], 16) for i in (1, 3, 5)]
+    else:  # by its name
+        place = int.from_bytes(kind.encode(), 'big') * _GOLDEN % 1
+        channels = [round(255 * c) for c in colorsys.hls_to_rgb(place, 0.45, 0.55)]
+    return '#' + ''.join(f'{round(c + (255 - c) * white):02x}' for c in channels)
+
+
+def kinds(schedules: Iterable[Schedule]) -> dict[str, Kind]:
+    """Return the kinds of pass that occur in `schedules`."""
+    found: dict[str, Kind] = {}
+    for schedule in schedules:
+        ran = {p.kind for _, p in schedule}
+        found |= {name: kind for name, kind in schedule.graph.kinds.items() if name in ran}
+    return found
+
+
+def legend(schedules: Iterable[Schedule]) -> list[tuple[str, str]]:
+    """Return (text, colour) of each kind of pass, and of its chunks or of those upwards."""
+    schedules = tuple(schedules)
+    entries: list[tuple[str, str]] = []
+    for name, kind in kinds(schedules).items():
+        having = [s.placement for s in schedules if any(p.kind == name for _, p in s)]
+        both = [placement for placement in having if not placement.is_one_way]
+        down = ', down' if len(both) == len(having) else ''
+        entries.append((f'{name}: {kind.words}{down}', colour(name)))
+        chunks = {placement.num_chunks for placement in having if placement not in both}
+        entries += [(f'{name} of {said}', colour(name, k, v)) for said, k, v in between(chunks)]
+        if chunks - {1}:
+            entries.append((f'{name} of the last chunk', colour(name, 1, 2)))
+        if any(by_version(s) for s in schedules) and not kind.of_weights:
+            entries.append((f'{name} of every other version of the weights', colour(name, 1, 2)))
+        if both:
+            entries.append((f'{name}, up', colour(name, 1, 2)))
+    return [*entries, ('idle', IDLE)]
+
+
+def between(chunks: Iterable[int]) -> list[tuple[str, int, int]]:
+    """Return (text, chunk, number of chunks) for shades between those of the end chunks.
+
+    Of more than four chunks one shade stands for all.
+    """
+    found: list[tuple[str, int, int]] = []
+    for v in sorted({*chunks}):
+        if v > _NAMED:
+            found.append((f'chunks between, of {v}', v // 2, v))
+        else:
+            found += [(f'chunk {k + 1} of {v}', k, v) for k in range(1, v - 1)]
+    return found
+
+
+def by_version(schedule: Schedule) -> bool:
+    """Return True where shades tell versions of the weights, and not chunks."""
+    return updates_of(schedule.graph) is not None and schedule.placement.num_chunks == 1
+
+
+def stripes(kind: str, top: float, height: float) -> list[float]:
+    """Return where the stripes of a bar are that begins at `top`, from its foot upwards."""
+    return [top + height * (1 - 0.1 * (k + 1)) for k in range(STRIPES.get(kind, 0))]
+
+
+def ink(background: str) -> str:
+    """Return black or white, whichever reads better on `background` (WCAG's luminance)."""
+    channels = (int(background[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    red, green, blue = (
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels
+    )
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return '#000000' if luminance > 0.18 else '#ffffff'
 
 
 class Bar(NamedTuple):
@@ -34,12 +125,7 @@ def bars(timeline: Timeline) -> list[list[Bar]]:
     fill = functools.cache(colour)
     return [
         [
-            Bar(
-                p,
-                start - origin,
-                end - origin,
-                fill(p.kind, *shade(p)),
-            )
+            Bar(p, start - origin, end - origin, fill(p.kind, *shade(p)))
             for p, (start, end) in zip(order, spans, strict=True)
         ]
         for order, spans in zip(timeline.schedule.passes, timeline.spans, strict=True)
@@ -83,7 +169,7 @@ def lanes(timeline: Timeline) -> list[Lane]:
 
 
 def first_rows(timeline: Timeline) -> list[int]:
-    """Return which row each rank's passes are in."""
+    """Return the number of the row with the passes of each rank."""
     rows = [row.rank for row in lanes(timeline)]
     return [rows.index(rank) for rank in range(timeline.schedule.num_ranks)]
 
@@ -94,22 +180,21 @@ def held(timeline: Timeline, costs: Costs) -> list[list[tuple[float, float]]]:
     An F takes its memory when it starts, and so does what comes back; the others change what is
     held when they end, a pass of several tasks also after the first of them.
     """
-    slack = 1e-9 * timeline.makespan
-    schedule = timeline.schedule
-    return [
-        _steps(list(_changes(row, after, most, schedule.graph, costs)), slack)
-        for row, after, most in zip(
-            bars(timeline), live(schedule, costs), highest(schedule, costs), strict=True
-        )
-    ]
+    slack, schedule = 1e-9 * timeline.makespan, timeline.schedule
+    amounts = zip(bars(timeline), live(schedule, costs), highest(schedule, costs), strict=True)
+    curves: list[list[tuple[float, float]]] = []
+    for row, after, most in amounts:
+        steps: list[tuple[float, float]] = []
+        for time, amount in _changes(row, after, most, schedule.graph, costs):
+            if steps and time - steps[-1][0] <= slack:  # all at once
+                time = steps.pop()[0]
+            steps.append((time, amount))
+        curves.append(steps)
+    return curves
 
 
 def _changes(
-    row: list[Bar],
-    after: tuple[float, ...],
-    most: tuple[float, ...],
-    graph: Graph,
-    costs: Costs,
+    row: list[Bar], after: Sequence[float], most: Sequence[float], graph: Graph, costs: Costs
 ) -> Iterator[tuple[float, float]]:
     before = latest = 0.0
     starting = {F, *compiled(graph).arriving}
@@ -122,16 +207,6 @@ def _changes(
         latest = max(latest, bar.start if bar.ran.kind in starting else bar.end)
         yield latest, amount
         before = amount
-
-
-def _steps(changes: list[tuple[float, float]], slack: float) -> list[tuple[float, float]]:
-    """Return steps; one within `slack` of the one before replaces it: all at once."""
-    steps: list[tuple[float, float]] = []
-    for time, amount in changes:
-        if steps and time - steps[-1][0] <= slack:
-            time = steps.pop()[0]
-        steps.append((time, amount))
-    return steps
 
 
 def figures(timeline: Timeline) -> str:
@@ -159,11 +234,11 @@ def ticks(span: float, most: int) -> list[float]:
 
 
 def amount(value: float) -> str:
-    """Return an amount of memory for people: in GiB where it is of bytes."""
+    """Return an amount of memory as text: bytes as GiB."""
     return f'{number(value / 2**30, 3)} GiB' if value >= MANY else number(value)
 
 
 def number(value: float, digits: int = 5) -> str:
-    """Return `value` for people: up to `digits` significant digits, no exponent, no end zeros."""
+    """Return `value` as text: up to `digits` significant digits, no exponent, no end zeros."""
     text = f'{value:.{digits}g}'
     return f'{float(text):.0f}' if 'e+' in text else text

@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_zbpp.analysis.program import Send
+from megatron_zbpp.runtime import MessageKernels
 from megatron_zbpp.runtime.groups import backend_for, directions, host_group
-from megatron_zbpp.runtime.message_kernels import MessageKernels
 
 # Of all messages, and of their shapes: those of one direction are told apart by their order. What
 # goes by a second set of channels in the same groups has tags of its own.
@@ -39,11 +39,7 @@ _MOST_DIMENSIONS = 7
 
 @dataclass(frozen=True)
 class Message:
-    """Shape and type of what stages exchange, and where it lives.
-
-    Attributes:
-        dtype, device: of all of them.
-    """
+    """Shape and type of what stages exchange, and where it lives."""
 
     shape: tuple[int, ...] | None  # None if it differs from message to message
     dtype: torch.dtype
@@ -90,32 +86,22 @@ _Unfinished = deque[tuple[dist.Work, torch.Tensor, Send]]
 
 
 class Channels:
-    """Sends and receives of one rank of `pp_group`: made by all ranks of all pipelines together.
-
-    Args:
-        pp_group: the pipeline group; peers are ranks in it.
-        pairs: every (sender, receiver) pair of the placement.
-        device: where messages live.
-        collective: around what waits for other ranks, which it is told in words.
-        separate: whether each direction gets a group of its own; default: unless the backend for
-            `device` is gloo.
-        shapes: whether shapes and sizes can be told.
-        saved: whether they are for what forwards have saved.
-        kernels: of NCCL; default: those of `MessageKernels`.
-    """
+    """Sends and receives of one rank of `pp_group`: made by all ranks of all pipelines together."""
 
     def __init__(
         self,
-        pp_group: dist.ProcessGroup,
-        pairs: Iterable[tuple[int, int]],
-        device: torch.device,
+        pp_group: dist.ProcessGroup,  # the pipeline group; peers are ranks in it
+        pairs: Iterable[tuple[int, int]],  # every (sender, receiver) pair of the placement
+        device: torch.device,  # where messages live
+        # around what waits for other ranks, which it is told in words
         collective: Callable[[str], AbstractContextManager] = nullcontext,
+        # whether each direction gets a group of its own; None: unless the backend is gloo
         separate: bool | None = None,
-        shapes: bool = False,
-        saved: bool = False,
-        kernels: MessageKernels | None = None,
+        shapes: bool = False,  # whether shapes and sizes can be told
+        saved: bool = False,  # whether they are for what forwards have saved
+        kernels: MessageKernels | None = None,  # of NCCL; None: those of `MessageKernels`
     ) -> None:
-        self.pp_group = pp_group  # the same
+        self.pp_group = pp_group
         self._tag, self._shape_tag = (tag + _TAGS * saved for tag in (_TAG, _SHAPE_TAG))
         self.rank = dist.get_rank(pp_group)  # this rank in it
         self.leaving: Send | None = None  # the send that this rank waits for, while it does
@@ -284,3 +270,36 @@ class Channels:
         work, _tensor, self.leaving = unfinished.popleft()  # held until it has left
         work.wait()
         self.leaving = None  # not after an error: it tells what was waited for
+
+
+class NoPeers(Channels):
+    """Channels of a rank that runs by itself: sent tensors are dropped, received ones are noise.
+
+    Noise and not zeros, by which all tokens would go to the same experts; the same on all ranks, as
+    those of a tensor-parallel group take one tensor for theirs. Whole numbers are 1: an index or a
+    divisor that there is.
+    """
+
+    def __init__(self, pp_group: dist.ProcessGroup) -> None:
+        self.pp_group = pp_group
+        self.rank = dist.get_rank(pp_group)
+        self.ranks: Sequence[int] = dist.get_process_group_ranks(pp_group)
+        self.leaving = None
+        self._generator = torch.Generator().manual_seed(0)  # the host's
+        self._sent: torch.Tensor | None = None  # held as a message that is on its way
+
+    def send(self, tensor: torch.Tensor, send: Send) -> None:
+        self._sent = tensor
+
+    def post(self, message: Message, peer: int) -> Incoming:
+        assert message.shape is not None, 'nobody tells shapes'
+        if not message.dtype.is_floating_point:
+            return Incoming(torch.ones(message.shape, dtype=message.dtype, device=message.device))
+        noise = torch.randn(message.shape, generator=self._generator)
+        return Incoming(noise.to(message.device, message.dtype))
+
+    def let_go(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        self._sent = None

@@ -17,39 +17,39 @@ from megatron_zbpp.ir import Pass
 from megatron_zbpp.runtime.compat import profiler_enabled
 
 
-class Clock(Protocol):
+class Clock:
     """Takes marks while passes run; turns them into seconds afterwards."""
 
     def mark(self) -> Any:
         """Return a point in time, cheap to take; only the clock itself knows what it is."""
-        ...
+        raise NotImplementedError
 
     def seconds(self, mark: Any) -> float:
         """Return `mark` in seconds of the host's monotonic clock; may synchronise."""
-        ...
+        raise NotImplementedError
 
     def between(self, start: Any, end: Any) -> float:
         """Return seconds from a mark to a later one; waits until the device has come to that."""
-        ...
+        raise NotImplementedError
 
     def reached(self, mark: Any) -> bool:
-        """Return whether the device has come to `mark`; never waits."""
-        ...
+        """Return True once the device has come to `mark`; never waits."""
+        return True
 
     def now(self) -> float:
         """Return seconds of the host's monotonic clock."""
-        ...
+        return time.perf_counter()
 
     def allocated(self, mark: Any) -> int | None:
         """Return bytes that were allocated when `mark` was taken; None where nobody counts them."""
-        ...
+        return None
 
     def spare(self) -> int | None:
         """Return bytes that were never needed so far; None where nobody counts them."""
-        ...
+        return None
 
 
-class HostClock:
+class HostClock(Clock):
     """A clock for devices whose work is done when the call returns: the CPU."""
 
     def mark(self) -> float:
@@ -61,20 +61,8 @@ class HostClock:
     def between(self, start: float, end: float) -> float:
         return end - start
 
-    def reached(self, mark: float) -> bool:
-        return True
 
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def allocated(self, mark: object) -> None:
-        return None
-
-    def spare(self) -> None:
-        return None
-
-
-class CudaClock:
+class CudaClock(Clock):
     """CUDA events on the current stream, tied to the host's clock when seconds are first asked for.
 
     So passes are timed without a synchronisation, and what lies between a mark and the tie is
@@ -106,38 +94,23 @@ class CudaClock:
         except RuntimeError:  # a device in error reaches nothing more; the main thread is told
             return False
 
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def allocated(self, mark: object) -> int | None:
-        return None
-
-    def spare(self) -> int | None:
-        return None
-
 
 class CountingClock(CudaClock):
     """A clock whose marks tell what PyTorch has allocated, too; some 10 us of the host each."""
 
-    def mark(self) -> tuple[torch.cuda.Event, int]:
-        return _recorded(), torch.cuda.memory_allocated()
+    def mark(self) -> torch.cuda.Event:
+        event: Any = _recorded()
+        event.allocated = torch.cuda.memory_allocated()
+        return event
 
-    def seconds(self, mark: tuple[torch.cuda.Event, int]) -> float:
-        return super().seconds(mark[0])
-
-    def between(
-        self, start: tuple[torch.cuda.Event, int], end: tuple[torch.cuda.Event, int]
-    ) -> float:
-        return super().between(start[0], end[0])
-
-    def reached(self, mark: tuple[torch.cuda.Event, int]) -> bool:
-        return super().reached(mark[0])
-
-    def allocated(self, mark: tuple[torch.cuda.Event, int]) -> int:
-        return mark[1]
+    def allocated(self, mark: Any) -> int:
+        return mark.allocated
 
     def spare(self) -> int:
         return never_needed()
+
+
+USABLE = 0.9  # of memory that was never needed: fragments, and what other libraries take
 
 
 def never_needed() -> int:

@@ -12,6 +12,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -20,10 +21,10 @@ import torch.distributed as dist
 
 from megatron_zbpp.analysis.program import Exchange
 from megatron_zbpp.ir.graph import BROADCAST, GATHER, REDUCE
-from megatron_zbpp.runtime.actions import Tensors
 from megatron_zbpp.runtime.channels import Message
 from megatron_zbpp.runtime.groups import backend_for
 from megatron_zbpp.runtime.messages import Awaited
+from megatron_zbpp.runtime.stage import Tensors
 
 Found = Sequence[Tensors]
 Contribution = torch.Tensor | Callable[[Sequence[torch.Tensor]], torch.Tensor]
@@ -63,21 +64,15 @@ class Result(NamedTuple):
 
 
 class Collectives:
-    """Runs the collectives of this rank's program on `group`; made by all of its ranks together.
-
-    Args:
-        group: of the pipeline's ranks; for nothing else.
-        ranks: the global rank of each pipeline rank.
-        device: where what is exchanged lives.
-        messages: of each name that is broadcast or reduced, one a slice of the sequence; of what is
-            reduced the dtype counts.
-    """
+    """Runs the collectives of this rank's program on `group`; made by all of its ranks together."""
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        ranks: Sequence[int],
-        device: torch.device,
+        group: dist.ProcessGroup,  # of the pipeline's ranks; for nothing else
+        ranks: Sequence[int],  # the global rank of each pipeline rank
+        device: torch.device,  # where what is exchanged lives
+        # of each name that is broadcast or reduced, one a slice of the sequence; of what is reduced
+        # the dtype counts
         messages: Mapping[str, Sequence[Message]],
     ) -> None:
         self._group, self._ranks, self._messages = group, ranks, messages
@@ -87,7 +82,10 @@ class Collectives:
             GATHER: self._gather,
             REDUCE: self._reduce,
         }
-        self._lane = _lane(group, device)
+        if device.type == 'cuda':
+            self._lane = _Stream(device)
+        else:
+            self._lane = _Thread() if backend_for(group, device) == 'gloo' else _Inline()
         self._latest: dict[tuple[Any, ...], Callable[[], Found]] = {}
         self._open: deque[Callable[[], Found]] = deque()  # with all that they use
         # NCCL connects ranks at the first use, which holds up hosts
@@ -169,41 +167,26 @@ class _Thread:
     """Runs collectives one after the other beside the main thread."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[_Job, _Outcome]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[_Job, Future[Found]]] = queue.SimpleQueue()
         self._error: BaseException | None = None
         threading.Thread(target=self._work, name='collectives', daemon=True).start()
 
     def start(self, job: _Job) -> Callable[[], Found]:
         if self._error is not None:  # of a result that this rank does not take
             raise self._error
-        outcome = _Outcome()
+        outcome: Future[Found] = Future()
         self._jobs.put((job, outcome))
-        return outcome.wait
+        return outcome.result
 
     def _work(self) -> None:
         while True:
             job, outcome = self._jobs.get()
             try:
                 with torch.no_grad():
-                    outcome.found = job().result
+                    outcome.set_result(job().result)
             except BaseException as error:
-                outcome.error = self._error = error
-            outcome.over.set()
-
-
-class _Outcome:
-    """The outcome of a job in the other thread."""
-
-    def __init__(self) -> None:
-        self.over = threading.Event()
-        self.found: Found = ()
-        self.error: BaseException | None = None
-
-    def wait(self) -> Found:
-        self.over.wait()
-        if self.error is not None:
-            raise self.error
-        return self.found
+                self._error = error
+                outcome.set_exception(error)
 
 
 class _Stream:
@@ -229,9 +212,3 @@ def _arrived(found: Found, event: Any, _: _Job) -> Found:
         assert isinstance(tensor, torch.Tensor)
         tensor.record_stream(stream)
     return found
-
-
-def _lane(group: dist.ProcessGroup, device: torch.device) -> _Inline | _Thread | _Stream:
-    if device.type == 'cuda':
-        return _Stream(device)
-    return _Thread() if backend_for(group, device) == 'gloo' else _Inline()

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch.autograd import grad_mode
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 # what `torch.autograd.backward` calls once it has made a gradient of each root
 run_backward = torch.autograd.Variable._execution_engine.run_backward
@@ -83,13 +83,6 @@ def saved_parameters(parameters: Mapping[tuple, torch.Tensor]) -> Iterator[None]
 def default_store() -> Store:
     """Return the store in which the ranks of the world met."""
     return distributed_c10d._get_default_store()
-
-
-def tcp_store(store: Store) -> TCPStore | None:
-    """Return the one that `store` is a view of, and that is served somewhere; None: none is."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store if isinstance(store, TCPStore) else None
 
 
 def another_client(store: Any) -> Store:

@@ -40,10 +40,10 @@ class EndlessTraining:
         self._calls = self._steps = 0
         self._first = 0  # the call that has filled the pipeline
         self._every = 0  # microbatches of a call since
-        self._stepping = False
+        self.stepping = False  # within a step
 
     def warms_up(self) -> bool:
-        """Return whether the call that begins is synchronous, and count it."""
+        """Return True if the call that begins is synchronous, and count it."""
         warms_up = self._warm < self._warm_up
         self._warm += warms_up
         return warms_up
@@ -83,7 +83,7 @@ class EndlessTraining:
         self._running = executor
 
     def is_ahead(self, p: Pass) -> bool:
-        """Return whether the forward is of a batch behind that of the call."""
+        """Return True if the forward is of a batch behind that of the call."""
         return p.microbatch >= (self._calls - self._first) * self._every
 
     @property
@@ -117,7 +117,7 @@ class EndlessTraining:
         Raises:
             ValueError: the call has had its step.
         """
-        if self._stepping or self.versions is None:
+        if self.stepping or self.versions is None:
             return step()
         if self._steps == self._calls:
             raise ValueError(
@@ -133,11 +133,6 @@ class EndlessTraining:
             if self._steps == 1:
                 self.finish_step()
             return self._result
-
-    @property
-    def stepping(self) -> bool:
-        """True within a step."""
-        return self._stepping
 
     @property
     def steps(self) -> int:
@@ -166,14 +161,14 @@ class EndlessTraining:
 
     def _take(self, step: Callable[[], Result]) -> Result:
         assert self.versions is not None, 'there is one behind a call alone'
-        self._stepping = True
+        self.stepping = True
         try:
             self._result = self.versions.step(step)
         finally:
-            self._stepping = False
+            self.stepping = False
         return self._result
 
 
 def steps_late(updates: Updates) -> bool:
-    """Return whether the weights that a step makes are needed within the next call or later."""
+    """Return True if the weights that a step makes are needed within the next call or later."""
     return bool(updates.delays) and min(updates.delays) > 0

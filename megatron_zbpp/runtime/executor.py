@@ -10,7 +10,7 @@ knows Megatron.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,31 +18,31 @@ import torch
 from megatron_zbpp.analysis.program import Begin, Exchange, Hand, Join, Program, Receive, Send
 from megatron_zbpp.ir import B, F, Pass, Together, W
 from megatron_zbpp.ir.graph import R
-from megatron_zbpp.runtime.actions import (
-    Action,
-    Inputs,
-    Outputs,
-    Tensors,
-    done_by,
-    reject_collectives,
-    reject_second_inputs,
-    reject_unsupported,
-)
-from megatron_zbpp.runtime.activations.moves import Moves
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import Clock, Filler, Record, profiled
-from megatron_zbpp.runtime.key import Key, key_of
-from megatron_zbpp.runtime.messages import Awaited
+from megatron_zbpp.runtime.messages import Awaited, Hop
 from megatron_zbpp.runtime.messages import messages as made_of
-from megatron_zbpp.runtime.stage import Backward, Forward, RunTogether, Stage
-from megatron_zbpp.runtime.tables import Tables
+from megatron_zbpp.runtime.stage import (
+    Action,
+    Backward,
+    Forward,
+    Inputs,
+    Key,
+    Outputs,
+    RunTogether,
+    Stage,
+    Tensors,
+    key_of,
+)
+from megatron_zbpp.runtime.tables import Tables, done_by
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 if TYPE_CHECKING:
     from megatron_zbpp.runtime.activations.store import ActivationStore
     from megatron_zbpp.runtime.collectives import Collectives
 
-_Made = Outputs | torch.Tensor | None  # by message; of built-in passes, the one that they make
+_Made = Outputs | Tensors | None  # by message; of built-in passes, the one that they make
+_NOTHING = nullcontext()  # around a pass whose activations stay
 
 
 class _Source(NamedTuple):
@@ -62,16 +62,7 @@ class _Handed(NamedTuple):
 
 
 class Executor:
-    """Runs one iteration of `program` on this rank.
-
-    Attributes:
-        record: what has been done so far. This and the next two are what a watchdog reads, from
-            another thread: plain values, without a lock.
-        current: the pass that runs, or whose input is waited for; the latest one between passes.
-        awaiting: whether its input is waited for.
-        moves: what its forwards have saved, where that moves.
-        splits: whether its program has W passes.
-    """
+    """Runs one iteration of `program` on this rank."""
 
     def __init__(
         self,
@@ -93,31 +84,35 @@ class Executor:
         # of kinds of passes that are not built in, or in place of those that are
         actions: Mapping[str, Action] | None = None,
         # of names that differ from `message`; a tuple of them is sent as one
-        messages: Mapping[str, Message | tuple[Message, ...]] | None = None,
+        messages: Mapping[str, Message | Hop] | None = None,
         collectives: Collectives | None = None,  # with the other ranks, where the program has some
+        # what a stage sends to the next one, where edges differ: several tensors, or one each
+        edges: Mapping[int, Hop] | None = None,
     ) -> None:
         self.program = program
         self.channels = channels
         self.clock = clock
+        # What has been done so far; a watchdog reads this and the next two from another thread:
+        # plain values, without a lock.
         self.record = Record()
+        # the pass that runs, or whose input is waited for; the latest one between passes
         self.current: Pass | None = None
-        self.awaiting = False
+        self.awaiting = False  # whether its input is waited for
         self._stages = stages
-        self._messages = made_of(channels, message, messages or {})
+        self._messages = made_of(channels, message, messages or {}, edges)
         self._store = store
         self._named = named
         self._tables = tables = tables or Tables(program)
         self._own_actions = own = actions or {}
-        reject_unsupported((*tables.of_each_kind, *tables.named), activations is not None, own)
-        reject_second_inputs(tables.second_inputs, own)
+        tables.reject_unsupported(activations is not None, collectives is not None, own)
         self._collectives = collectives
-        if collectives is None:
-            reject_collectives(program)
         self._side = side
         self._fills: Filler | None = None  # that, once the iteration has begun
         self._together = together
-        self.moves = Moves(tables.moving, activations)
-        self.splits = tables.splits
+        # move what its forwards have saved; None: it stays on the device
+        self.transfers = None if activations is None else activations.transfers(tables)
+        self._leaving = frozenset[Key]() if activations is None else tables.leaving
+        self.splits = tables.splits  # whether its program has W passes
         # keys that leave weight gradients to W
         self._split = tables.split(together is not None, store.left_out is not None)
         self._actions = {
@@ -125,7 +120,7 @@ class Executor:
             R: self._recompute,
             B: self._backward,
             W: self._weights,
-            **self.moves.actions,
+            **({} if self.transfers is None else self.transfers.actions),
         }
         self._done = 0  # instructions
         self._incoming: dict[Pass, Awaited] = {}  # of built-in passes, which take one message
@@ -147,12 +142,14 @@ class Executor:
         try:
             self._run(self.program[self._done :])
             self.channels.finish()
-            self.moves.finish()
+            if self.transfers is not None:
+                self.transfers.store.finish()
             if self._collectives is not None:
                 self._collectives.finish()
         finally:
             self._store.clear()
-            self.moves.clear()
+            if self.transfers is not None:
+                self.transfers.store.clear()
         return self.record
 
     def run_ahead(self, count: int) -> None:
@@ -165,8 +162,8 @@ class Executor:
         self._done = count
 
     def inherit(self, other: Executor) -> None:
-        """Go on with what another one has left: activations saved, messages for later passes."""
-        self._incoming, self._saved = other._incoming, other._saved
+        """Go on with what another one has left: activations, inputs, messages for later passes."""
+        self._incoming, self._saved, self._inputs = other._incoming, other._saved, other._inputs
 
     def drop(self) -> None:
         """Forget what has been run ahead, once all that was sent for it has arrived.
@@ -187,7 +184,8 @@ class Executor:
         self._incoming.clear()
         self._saved.clear()
         self._inputs.clear()
-        self.moves.drop()
+        if self.transfers is not None:
+            self.transfers.store.drop()
 
     def _run(self, instructions: Program) -> None:
         # by the latest passes; lowering puts their use right behind them
@@ -201,25 +199,27 @@ class Executor:
                 if instruction not in made:
                     made[instruction] = self._timed(instruction)
                 for message in contributes.get(instruction, ()):
-                    self._contribute(instruction, message, made[instruction])
+                    own = self._made_for(message, instruction, made[instruction])
+                    self._contributions[instruction, message] = own
             elif isinstance(instruction, Join):
                 joined = instruction.passes
-                made = self._as_one(*joined) if self._joins(joined) else {}
+                as_one = self._together is not None and Together(joined).is_cell
+                made = self._as_one(*joined) if as_one else {}
             elif isinstance(instruction, Begin):
-                self.moves.begin(instruction)
+                assert self.transfers is not None, 'refused else'
+                self.transfers.begin(instruction)
             elif isinstance(instruction, Exchange):
                 self._exchange(instruction)
             elif not isinstance(instruction, Hand) and instruction.saved:
                 self._messages.settle()  # here the host may wait: what comes before is posted first
-                self.moves.transfer(instruction)
+                assert self.transfers is not None, 'refused else'
+                self.transfers.transfer(instruction)
             elif isinstance(instruction, Receive):
                 self._expect(instruction, self._messages.post(instruction))
             elif isinstance(instruction, Send):
-                output = self._output(made[instruction.producer], instruction)
-                self._messages.send(output, instruction)
+                self._messages.send(self._output(made, instruction), instruction)
             else:
-                output = self._output(made[instruction.producer], instruction)
-                self._expect(instruction, _Handed(output))
+                self._expect(instruction, _Handed(self._output(made, instruction)))
 
     def _expect(self, instruction: Receive | Hand, awaited: Awaited) -> None:
         source = _Source(instruction.producer, instruction.message)
@@ -232,11 +232,11 @@ class Executor:
         else:
             self._incoming[consumer] = awaited
 
-    def _contribute(self, p: Pass, message: str, made: _Made) -> None:
-        own: object = made
+    def _made_for(self, message: str, p: Pass, made: _Made) -> object:
+        """Return the part of a message in the output of a pass."""
         if p.kind in self._own_actions and isinstance(made, Mapping):
-            own = made[message]
-        self._contributions[p, message] = own
+            return made.get(message)
+        return made
 
     def _exchange(self, i: Exchange) -> None:
         """Begin a collective, and keep its result for the pass of this rank that takes it."""
@@ -248,11 +248,9 @@ class Executor:
             if p in self._tables.own:
                 self._keep(p, _Source(i.producers[0], i.message), awaited)
 
-    def _output(self, made: _Made, instruction: Send | Hand) -> Tensors:
-        output = made
-        if instruction.producer.kind in self._own_actions and isinstance(made, Mapping):
-            output = made.get(instruction.message)
-        return self._messages.checked(output, instruction)
+    def _output(self, made: Mapping[Pass, _Made], i: Send | Hand) -> Tensors:
+        own = self._made_for(i.message, i.producer, made[i.producer])
+        return self._messages.checked(own, i)
 
     def _timed(self, p: Pass) -> _Made:
         own = self._own_actions.get(p.kind)
@@ -260,12 +258,13 @@ class Executor:
             return self._run_own(p, own)
         received = self._await_one(p)
         first, *others = done_by(p)
-        if first in (B, R):  # a copy that is late is a wait, too, and no work
-            self.moves.await_back(key_of(p))
+        key = key_of(p)
+        if self.transfers is not None and first in (B, R) and key in self._leaving:
+            self.transfers.wait_until_loaded(key)  # a copy that is late is a wait, too, and no work
         start = self.clock.mark()
         with self._named(p):
             output = self._actions[first](p, received)
-            if others and key_of(p) in self._split:  # else autograd has done all at once
+            if others and key in self._split:  # else autograd has done all at once
                 for kind in others:
                     self._actions[kind](p, None)
         self._note(p, start, self.clock.mark())
@@ -279,9 +278,6 @@ class Executor:
             outputs = action(p, inputs)
         self._note(p, start, self.clock.mark())
         return outputs
-
-    def _joins(self, passes: Sequence[Pass]) -> bool:
-        return self._together is not None and Together(tuple(passes)).is_cell
 
     def _as_one(self, *passes: Pass) -> dict[Pass, _Made]:
         """Run a forward and a backward as one, once the inputs of both are there."""
@@ -312,16 +308,19 @@ class Executor:
         return made
 
     def _await_one(self, p: Pass) -> torch.Tensor | None:
-        self._begin_waiting(p)
+        self.awaiting, self.current = True, p
+        self._messages.settle()
         awaited = self._incoming.pop(p, None)
         if self._fills is not None and awaited is not None and not isinstance(awaited, _Handed):
             self._fills.before(p)
         found = None if awaited is None else awaited.wait()
-        self._end_waiting()
+        self.awaiting = False  # not after an error: it tells what was waited for
+        self.channels.let_go()
         return found  # pyright: ignore[reportReturnType]  # own kinds alone take several
 
     def _await(self, p: Pass) -> Inputs:
-        self._begin_waiting(p)
+        self.awaiting, self.current = True, p
+        self._messages.settle()
         came = self._several.pop(p, [])
         if self._fills is not None and came:
             self._fills.before(p)
@@ -329,78 +328,67 @@ class Executor:
         inputs: dict[str, list[Tensors]] = {}
         for source, each in came:
             inputs.setdefault(source.message, []).append(each.wait())
-        self._end_waiting()
-        return inputs
-
-    def _begin_waiting(self, p: Pass) -> None:
-        self.awaiting, self.current = True, p
-        self._messages.settle()
-
-    def _end_waiting(self) -> None:
-        self.awaiting = False  # not after an error: it tells what was waited for
+        self.awaiting = False
         self.channels.let_go()
+        return inputs
 
     def _note(self, p: Pass, start: object, end: object) -> None:
         record = self.record
         record.marks.append((start, end))
         record.passes.append(p)
-        record.live.append(
-            len(self._saved) + self._store.pending + self.moves.held(self._saved.keys())
-        )
+        held = 0 if self.transfers is None else self.transfers.held(self._saved.keys())
+        record.live.append(len(self._saved) + self._store.pending + held)
 
-    def _forward(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
-        key = key_of(p)
-        stage = self._stages[p.stage]
-        if received is not None and p in self._tables.handed_to and self.moves.leaves(key):
-            received = received.clone()
+    def _forward(self, p: Pass, received: Any) -> Tensors:
+        key, stage = key_of(p), self._stages[p.stage]
+        packing: AbstractContextManager[None] = _NOTHING
+        if self.transfers is not None and key in self._leaving:
+            if received is not None and p in self._tables.handed_to:
+                received = received.clone()
+            packing = self.transfers.packing(key, received)
         received = self._fed(received)
-        again = key in self._tables.recomputed
-        run = stage.forward_unsaved if again else stage.forward
-        with self._scope(key), self.moves.packing(key, received):
+        again = p.stage in self._tables.run_again
+        run = stage.forward_without_graph if again else stage.forward
+        with self._scope(key), packing:
             output = run(p, received)
         if not again:
             return self._kept(p, received, output)
         self._inputs[key] = received
-        return self._detached(output)
+        return _detached(output)
 
-    def _fed(self, received: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the input of a forward, of which a gradient will be asked."""
-        return (
-            received.requires_grad_() if received is not None and self._tables.trains else received
-        )
+    def _fed(self, received: Any) -> Any:
+        """Return the input of a forward, of which gradients will be asked."""
+        if received is None or not self._tables.trains:
+            return received
+        if not isinstance(received, tuple):
+            return received.requires_grad_()
+        return tuple(x.requires_grad_() if x.is_floating_point() else x for x in received)
 
-    def _kept(self, p: Pass, received: torch.Tensor | None, output: torch.Tensor) -> torch.Tensor:
-        detached = self._detached(output)
+    def _kept(self, p: Pass, received: Any, output: Any) -> Any:
+        detached = _detached(output)
         if self._tables.trains:
             self._saved[key_of(p)] = received, output
             self._stages[p.stage].release(output)
         return detached
 
-    def _detached(self, output: torch.Tensor) -> torch.Tensor:
-        """Return an output without its graph, which keeps the data alive for whoever gets it."""
-        return output.detach() if isinstance(output, torch.Tensor) else output
-
     def _recompute(self, p: Pass, _: None) -> None:
         key = key_of(p)
         stage, received = self._stages[p.stage], self._inputs.pop(key)
-        self.moves.await_back(key)
         with self._scope(key):
             output = stage.recompute(p, received)
         self._saved[key] = received, output
         stage.release(output)
 
     def _backward(self, p: Pass, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        key = key_of(p)
-        stage = self._stages[p.stage]
+        key, stage = key_of(p), self._stages[p.stage]
         received, output = self._opened(p)
-        with (
-            self._scope(key),
-            stage.grad_sync(p in self._tables.last_backwards),
-            self.moves.using(key),
-        ):
+        during: AbstractContextManager[None] = _NOTHING
+        if self.transfers is not None and key in self._leaving:
+            during = self.transfers.store.during_backward(key)
+        with self._scope(key), stage.grad_sync(p in self._tables.last_backwards), during:
             return stage.backward(p, received, output, gradient)
 
-    def _opened(self, p: Pass) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def _opened(self, p: Pass) -> tuple[Any, Any]:
         key = key_of(p)
         if key in self._split:
             self._store.open(key, waits=p.kind == B)
@@ -412,3 +400,12 @@ class Executor:
     def _weights(self, p: Pass, _: None) -> None:
         with self._stages[p.stage].grad_sync(p in self._tables.last_weights):
             self._store.run(key_of(p))
+
+
+def _detached(output: Any) -> Any:
+    """Return an output without its graph, which keeps the data alive for whoever gets it."""
+    if isinstance(output, torch.Tensor):
+        return output.detach()
+    if isinstance(output, tuple):  # of several tensors; where no backward follows, of anything
+        return tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in output)
+    return output

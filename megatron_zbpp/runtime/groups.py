@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_zbpp.runtime import compat
-from megatron_zbpp.runtime.message_kernels import MessageKernels
+from megatron_zbpp.runtime import MessageKernels, compat
 
 _DEFAULT = MessageKernels()
 
@@ -69,24 +68,23 @@ def directions(
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a group of the same ranks for tensors of the host, made by those of all pipelines."""
-    own = dist.get_process_group_ranks(group)
-    timeout = compat.group_timeout(compat.group_options(group, torch.device(host_device(group))))
-    made: dict[tuple[int, ...], Any] = {
-        ranks: dist.new_group(list(ranks), backend='gloo', timeout=timeout)
-        for ranks in _all_like(own)
-    }
-    return made[tuple(own)]
+    options = compat.group_options(group, torch.device(host_device(group)))
+    return _same_ranks(group, lambda: {'backend': 'gloo', 'timeout': compat.group_timeout(options)})
 
 
 def beside(
     group: dist.ProcessGroup, device: torch.device, kernels: MessageKernels = _DEFAULT
 ) -> dist.ProcessGroup:
     """Return another group of the same ranks, for tensors of `device`, made as a host group is."""
-    own, found = dist.get_process_group_ranks(group), group
-    for ranks in _all_like(own):
-        made = dist.new_group(list(ranks), **like(group, device, kernels))
-        found = made if list(ranks) == own else found
-    return found  # pyright: ignore[reportReturnType]
+    return _same_ranks(group, lambda: like(group, device, kernels))
+
+
+def _same_ranks(
+    group: dist.ProcessGroup, arguments: Callable[[], dict[str, Any]]
+) -> dist.ProcessGroup:
+    own = dist.get_process_group_ranks(group)
+    made = {ranks: dist.new_group(list(ranks), **arguments()) for ranks in _all_like(own)}
+    return made[tuple(own)]  # pyright: ignore[reportReturnType]
 
 
 def _all_like(own: list[int]) -> list[tuple[int, ...]]:

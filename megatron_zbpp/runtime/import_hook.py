@@ -30,9 +30,7 @@ class _Finder:
         return spec
 
 
-def after_import(
-    functions: Mapping[str, Callable[[types.ModuleType], None]],
-) -> Callable[[], None]:
+def after_import(functions: Mapping[str, Callable[[types.ModuleType], None]]) -> Callable[[], None]:
     """Call each function with its module when that has been imported, once.
 
     Args:

@@ -118,14 +118,10 @@ def _later(timeline: Timeline, seconds: Sequence[float]) -> Timeline:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One iteration as it was.
+    """One iteration as it was."""
 
-    Attributes:
-        timeline: passes with start and end in seconds of the first rank's clock.
-        peak_activations: most that each rank held, in activations of one microbatch on a full rank.
-    """
-
-    timeline: Timeline
+    timeline: Timeline  # passes with start and end in seconds of the first rank's clock
+    # most that each rank held, in activations of one microbatch on a full rank
     peak_activations: tuple[float, ...]
 
     def to_json(self) -> str:
@@ -157,15 +153,10 @@ class Measurement:
         return cls(Timeline(schedule, spans), peaks)
 
 
-def _span(value: Any) -> str | None:
-    """Check the start and the end of a pass."""
-    fits = strict_json.is_list(value) and len(value) == 2
-    return None if fits and not any(map(strict_json.number, value)) else 'a start and an end'
-
-
+_SPAN = strict_json.tuple_of(strict_json.number, strict_json.number)
 _FIELDS = {
     'schedule': strict_json.anything,
-    'spans': strict_json.list_of(strict_json.list_of(_span, 'spans'), 'lists of [start, end]'),
+    'spans': strict_json.list_of(strict_json.list_of(_SPAN, 'spans'), 'lists of [start, end]'),
     'peak_activations': strict_json.list_of(strict_json.number, 'numbers'),
 }
 
@@ -248,7 +239,8 @@ class Iteration:
     def peak(self) -> float:
         """Return the most that this rank held, in activations of one microbatch on a full rank."""
         chunks = len(self.schedule.placement.stages(dist.get_rank(self.pp_group)))
-        return max(self.record.live, default=0) / chunks / self.schedule.graph.num_slices
+        parts = 1 + max((p.slice for p in self.record.passes), default=0)  # of a sequence
+        return max(self.record.live, default=0) / chunks / parts
 
     def held(self) -> dict[int, tuple[float, float]]:
         """Return by stage of this rank: bytes held from F to B, and (maybe more) from B to W.

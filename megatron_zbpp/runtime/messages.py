@@ -1,4 +1,6 @@
-"""Messages between neighbouring stages, checked before they leave: of one shape, or of any.
+"""Messages between neighbouring stages, checked before they leave.
+
+They have one shape, or one for each part of a sequence, name or edge, or any shape.
 
 Megatron's `variable_seq_lengths` lets each microbatch have a length of its own. Then the shape of
 what a forward sends is told ahead of it, on the host; a gradient has the shape of what was sent.
@@ -8,19 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple, Protocol, TypeGuard
+from typing import NamedTuple, Protocol, TypeGuard, cast
 
 import torch
 
 from megatron_zbpp.analysis.program import Hand, Receive, Send
 from megatron_zbpp.ir import F
-from megatron_zbpp.runtime.actions import Tensors
 from megatron_zbpp.runtime.channels import Channels, Incoming, Message
-from megatron_zbpp.runtime.key import Key, key_of
+from megatron_zbpp.runtime.stage import Key, Tensors, key_of
 
 _ALIGNED = 16  # bytes: where a tensor of any dtype may begin
+
+Hop = tuple[Message, ...]
+"""Tensors that one stage sends to the next; gradients go back of those of floating point."""
+
+_Instruction = Send | Hand | Receive
 
 
 class Awaited(Protocol):
@@ -31,8 +38,47 @@ class Awaited(Protocol):
         ...
 
 
-class Messages(Protocol):
-    """The protocol by which the executor sends and receives."""
+def messages(
+    channels: Channels,  # to the neighbours
+    # what stages exchange; of each part of a sequence, where there are several
+    message: Message | Sequence[Message],
+    # by name, of messages that differ: a tuple of them is several tensors, sent as one
+    others: Mapping[str, Message | Hop],
+    edges: Mapping[int, Hop] | None = None,  # by the stage that sends forwards, where hops differ
+) -> FixedShape | VariableShape:
+    """Return messages of fixed shapes, or of any shape where `message` has none."""
+    if edges:
+        return FixedShape(channels, partial(_of_edge, edges))
+    named = ', '.join(sorted(others))
+    if not isinstance(message, Message):
+        if others:
+            raise NotImplementedError(f'messages {named} beside those of slices of a sequence')
+        return FixedShape(channels, lambda instruction: message[instruction.producer.slice])
+    if message.shape is not None:
+        return FixedShape(channels, lambda instruction: others.get(instruction.message, message))
+    if others:
+        raise NotImplementedError(
+            f'messages {named} beside some whose shapes vary: give the pipeline one shape'
+        )
+    return VariableShape(channels, message)
+
+
+def _of_edge(edges: Mapping[int, Hop], instruction: _Instruction) -> Message | Hop:
+    forward = instruction.consumer.kind == F
+    hop = edges[(instruction.producer if forward else instruction.consumer).stage]
+    if len(hop) == 1:
+        return hop[0]
+    return hop if forward else tuple(each for each in hop if each.dtype.is_floating_point)
+
+
+class FixedShape:
+    """Messages of known shapes: all is known of them before they are sent."""
+
+    def __init__(
+        self, channels: Channels, expected: Callable[[_Instruction], Message | Hop]
+    ) -> None:
+        self._channels = channels  # to the neighbours
+        self._expected = expected  # returns what an instruction carries
 
     def checked(self, output: object, instruction: Send | Hand) -> Tensors:
         """Return `output`, which goes to another stage, if it is a message.
@@ -40,127 +86,36 @@ class Messages(Protocol):
         Raises:
             ValueError: it is another tensor, or none.
         """
-        ...
-
-    def send(self, output: Tensors, send: Send) -> None:
-        """Start sending it."""
-
-    def post(self, receive: Receive) -> Awaited:
-        """Post a receive, or at the next `settle`."""
-        ...
-
-    def settle(self) -> None:
-        """Return once all receives are posted; called before each pass."""
-
-
-def messages(
-    channels: Channels,
-    message: Message | Sequence[Message],
-    others: Mapping[str, Message | tuple[Message, ...]],
-) -> Messages:
-    """Return messages of fixed shapes, or of any shape where `message` has none.
-
-    Args:
-        channels: to the neighbours.
-        message: what stages exchange; of each slice of a sequence, where there are several.
-        others: by name, of messages that differ: a tuple of them is several tensors, sent as one.
-    """
-    if not isinstance(message, Message):
-        if others:
-            raise NotImplementedError(
-                f'messages {", ".join(sorted(others))} beside those of slices of a sequence'
-            )
-        return BySlice(channels, message)
-    if message.shape is not None:
-        return ByName(channels, message, others) if others else FixedShape(channels, message)
-    if others:
-        raise NotImplementedError(
-            f'messages {", ".join(sorted(others))} beside some whose shapes vary: give the '
-            'pipeline one shape'
-        )
-    return VariableShape(channels, message)
-
-
-class FixedShape:
-    """Messages of one shape: all is known of them before they are sent."""
-
-    def __init__(self, channels: Channels, message: Message) -> None:
-        self._channels, self._message = channels, message
-
-    def checked(self, output: object, instruction: Send | Hand) -> Tensors:
         expected = self._expected(instruction)
-        if _fits(output, expected):
-            return output
-        raise _misfit(output, instruction, (expected,))
-
-    def send(self, output: Tensors, send: Send) -> None:
-        self._channels.send(output, send)  # pyright: ignore[reportArgumentType]  # it is checked
-
-    def post(self, receive: Receive) -> Awaited:
-        return self._channels.post(self._expected(receive), receive.peer)
-
-    def settle(self) -> None:
-        pass  # they are posted at once
-
-    def _expected(self, instruction: Send | Hand | Receive) -> Message:
-        return self._message
-
-
-class BySlice(FixedShape):
-    """Messages of slices of a sequence, each of which has one shape."""
-
-    def __init__(self, channels: Channels, of_slices: Sequence[Message]) -> None:
-        super().__init__(channels, of_slices[0])
-        self._of_slices = of_slices
-
-    def _expected(self, instruction: Send | Hand | Receive) -> Message:
-        return self._of_slices[instruction.producer.slice]
-
-
-class ByName(FixedShape):
-    """Messages of fixed shapes, which some names have of their own."""
-
-    def __init__(
-        self,
-        channels: Channels,
-        message: Message,
-        others: Mapping[str, Message | tuple[Message, ...]],
-    ) -> None:
-        super().__init__(channels, message)
-        self._others = others
-
-    def checked(self, output: object, instruction: Send | Hand) -> Tensors:
-        expected = self._of(instruction)
         if not isinstance(expected, tuple):
             if _fits(output, expected):
                 return output
-            raise _misfit(output, instruction, (expected,))
-        if _all_fit(output, expected):
-            return output
-        raise _misfit(output, instruction, expected)
+            expected = (expected,)
+        elif isinstance(output, tuple) and len(output) == len(expected):
+            parts = cast('tuple[object, ...]', output)
+            if all(map(_fits, parts, expected)):
+                return output
+        made = _in_words(output)
+        raise ValueError(
+            f'{instruction.producer.words} made {made}, but {instruction.consumer.words} takes '
+            f'{" and ".join(f"{each.shape} of {each.dtype}" for each in expected)}: every stage '
+            'must keep the shape that sequence length, micro batch and hidden size give, and the '
+            'dtype of the pipeline'
+        )
 
     def send(self, output: Tensors, send: Send) -> None:
         self._channels.send(packed(output) if isinstance(output, tuple) else output, send)
 
     def post(self, receive: Receive) -> Awaited:
-        expected = self._of(receive)
+        """Post a receive, or at the next `settle`."""
+        expected = self._expected(receive)
         if not isinstance(expected, tuple):
             return self._channels.post(expected, receive.peer)
         whole = Message((_layout(expected)[-1],), torch.uint8, expected[0].device)
         return _Packed(self._channels.post(whole, receive.peer), expected)
 
-    def _of(self, instruction: Send | Hand | Receive) -> Message | tuple[Message, ...]:
-        return self._others.get(instruction.message, self._message)
-
-
-def _misfit(output: object, instruction: Send | Hand, expected: Sequence[Message]) -> ValueError:
-    return ValueError(
-        f'{instruction.producer.words} made {_in_words(output)}, but '
-        f'{instruction.consumer.words} takes '
-        f'{" and ".join(f"{each.shape} of {each.dtype}" for each in expected)}: every stage must '
-        'keep the shape that sequence length, micro batch and hidden size give, and the dtype of '
-        'the pipeline'
-    )
+    def settle(self) -> None:
+        """Return once all receives are posted, as they are at once; called before each pass."""
 
 
 def packed(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -201,26 +156,17 @@ def _fits(output: object, message: Message) -> TypeGuard[torch.Tensor]:
     return isinstance(output, torch.Tensor) and output.shape == shape and output.dtype == dtype
 
 
-def _all_fit(output: object, messages: tuple[Message, ...]) -> TypeGuard[tuple[torch.Tensor, ...]]:
-    if not isinstance(output, tuple) or len(output) != len(messages):
-        return False
-    return all(map(_fits, output, messages))
-
-
 class VariableShape:
     """Messages of any shape.
 
     A receive is posted right before the next pass, when its shape has come. Where a pass waits for
     its device, it waits for all receives before it, too, and so for the senders of these: what the
     checker has proven of that rule holds for waiting here.
-
-    Args:
-        channels: to the neighbours; they can tell shapes.
-        message: what is exchanged, without its shape.
     """
 
     def __init__(self, channels: Channels, message: Message) -> None:
-        self._channels, self._message = channels, message
+        self._channels = channels  # to the neighbours; they can tell shapes
+        self._message = message  # what is exchanged, without its shape
         self._sent: dict[Key, torch.Size] = {}
         self._expected: list[_Expected] = []
 
@@ -228,10 +174,10 @@ class VariableShape:
         dtype = self._message.dtype
         if isinstance(output, torch.Tensor) and output.dtype == dtype:
             return output
+        made = _in_words(output)
         raise ValueError(
-            f'{instruction.producer.words} made {_in_words(output)}, but '
-            f'{instruction.consumer.words} takes a tensor of {dtype}: every stage must keep the '
-            'dtype of the pipeline'
+            f'{instruction.producer.words} made {made}, but {instruction.consumer.words} takes a '
+            f'tensor of {dtype}: every stage must keep the dtype of the pipeline'
         )
 
     def send(self, output: Tensors, send: Send) -> None:

@@ -1,9 +1,13 @@
-"""Protocols of a stage, of an overlapped F and B, and of the wrappers around a stage."""
+"""Protocols of what an executor runs: stages and their wrappers, overlapped F and B, actions.
+
+What a forward leaves for the passes behind it is kept under its key: stage, microbatch, slice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,6 +16,25 @@ from megatron_zbpp.ir import Pass
 
 MaybeTensor = torch.Tensor | None
 """What a stage receives or returns; None at an end of the model."""
+
+Tensors = torch.Tensor | tuple[torch.Tensor, ...]
+Inputs = Mapping[str, Sequence[Tensors]]
+"""Messages that came, by name, in the order of the stages that made them.
+
+A gathered message is one tuple, in the order of the ranks."""
+
+Outputs = Mapping[str, Tensors]
+"""Messages that are sent, by name, whichever pass takes them."""
+
+Action = Callable[[Pass, Inputs], Outputs]
+"""Runs the passes of a technique's own kind on its rank; keeps by itself what it needs later."""
+
+Key = tuple[int, int, int]  # (stage, microbatch, slice)
+
+
+def key_of(p: Pass) -> Key:
+    """Return the key of what `p` leaves, or takes."""
+    return p.stage, p.microbatch, p.slice
 
 
 class Stage(Protocol):
@@ -24,7 +47,7 @@ class Stage(Protocol):
         """
         ...
 
-    def forward_unsaved(self, p: Pass, received: MaybeTensor) -> torch.Tensor:
+    def forward_without_graph(self, p: Pass, received: MaybeTensor) -> torch.Tensor:
         """Return the output of the stage, of which nothing is kept: `recompute` makes it again."""
         ...
 
@@ -123,3 +146,16 @@ class Wrapper:
     def release(self, output: Any, inner: Callable[[Any], None]) -> None:
         """Release the data of an output."""
         inner(output)
+
+
+def overridden(wrappers: Iterable[Wrapper], name: str) -> list[Callable]:
+    """Return a method of the wrappers that have one of their own: others cost no call."""
+    plain = getattr(Wrapper, name)
+    return [getattr(each, name) for each in wrappers if getattr(type(each), name) is not plain]
+
+
+def folded(wrappers: Iterable[Wrapper], name: str, innermost: Callable) -> Callable:
+    """Return a method of all wrappers around `innermost`, the first of them next to it."""
+    for method in overridden(wrappers, name):
+        innermost = partial(method, inner=innermost)
+    return innermost

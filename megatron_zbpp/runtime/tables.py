@@ -1,17 +1,31 @@
-"""Tables that the executor looks up in a program: made once, for all iterations that run it."""
+"""The program of a rank as its executor looks it up: tables, checks, and one microbatch of it.
+
+Tables are made once, for all iterations that run the program.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 
-from megatron_zbpp.analysis.program import Exchange, Hand, Join, Program, Receive
-from megatron_zbpp.ir import B, Pass, Together, W
-from megatron_zbpp.ir.graph import R
-from megatron_zbpp.runtime.actions import done_by
-from megatron_zbpp.runtime.activations.moves import Moving
-from megatron_zbpp.runtime.key import Key, key_of
+from megatron_zbpp.analysis.program import Exchange, Hand, Instruction, Join, Program, Receive, Send
+from megatron_zbpp.ir import BW, B, F, Pass, Together, W, chain
+from megatron_zbpp.ir.graph import HOST, PARTNER, TRANSFERS, R
+from megatron_zbpp.runtime.stage import Key, key_of
+
+_PLAIN = chain(1)
+# kinds of the tasks that each kind of pass does, whatever its stage
+_TASKS = {kind: tuple(task.kind for task in _PLAIN.tasks(kind, 0)) for kind in _PLAIN.kinds}
+_BUILT_IN = (*_TASKS, R)
+_TAKEN = {F: 'activation', B: 'gradient', BW: 'gradient'}  # messages to built-in passes
+OUT, BACK = TRANSFERS[HOST]
+SENT, FETCHED = TRANSFERS[PARTNER]
+_MOVES = (OUT, BACK, SENT, FETCHED)
+
+
+def done_by(p: Pass) -> tuple[str, ...]:
+    """Return kinds of the tasks that `p` does."""
+    return _TASKS.get(p.kind) or (p.kind,)
 
 
 def last(passes: Sequence[Pass], kind: str) -> set[Pass]:
@@ -40,92 +54,46 @@ def whole(passes: Sequence[Pass], split: Collection[Pass] = ()) -> set[Key]:
     } - kept
 
 
-@dataclass(frozen=True, eq=False)
 class Tables:
-    """The tables of one rank's program; each is made when it is first asked for."""
+    """The tables of one rank's program."""
 
-    program: Program  # of the rank
-    completes: bool = True  # whether gradients are complete behind the last passes
-
-    @functools.cached_property
-    def passes(self) -> tuple[Pass, ...]:
-        return tuple(i for i in self.program if isinstance(i, Pass))
-
-    @functools.cached_property
-    def own(self) -> frozenset[Pass]:
-        """The passes, to look one up."""
-        return frozenset(self.passes)
-
-    @functools.cached_property
-    def contributes(self) -> dict[Pass, tuple[str, ...]]:
-        """The messages of collectives that passes make."""
-        found: dict[Pass, tuple[str, ...]] = {}
-        for exchange in [i for i in self.program if isinstance(i, Exchange)]:
-            for p in exchange.producers:
-                if p in self.own:
-                    found[p] = (*found.get(p, ()), exchange.message)
-        return found
-
-    @functools.cached_property
-    def of_each_kind(self) -> tuple[Pass, ...]:
-        """One pass of each kind."""
-        return tuple({p.kind: p for p in self.passes}.values())
-
-    @functools.cached_property
-    def named(self) -> tuple[Receive | Hand, ...]:
-        """One message of each name, for each kind of pass that takes it."""
-        taken = (i for i in self.program if isinstance(i, Receive | Hand))
-        return tuple({(i.consumer.kind, i.message): i for i in taken}.values())
-
-    @functools.cached_property
-    def second_inputs(self) -> tuple[Receive | Hand, ...]:
-        """Messages for passes that take another one, too."""
-        seen: set[Pass] = set()
-        found: list[Receive | Hand] = []
-        for i in self.program:
-            if isinstance(i, Hand) or (isinstance(i, Receive) and not i.saved):
-                if i.consumer in seen:
-                    found.append(i)
-                seen.add(i.consumer)
-        return tuple(found)
-
-    @functools.cached_property
-    def handed_to(self) -> frozenset[Pass]:
-        """Passes whose input its maker on this rank may still use."""
-        return frozenset(i.consumer for i in self.program if isinstance(i, Hand))
-
-    @functools.cached_property
-    def splits(self) -> bool:
-        """True if there are W passes."""
-        return any(p.kind == W for p in self.passes)
-
-    @functools.cached_property
-    def trains(self) -> bool:
-        """True if there are backwards."""
-        return any(B in done_by(p) for p in self.passes)
-
-    @functools.cached_property
-    def last_backwards(self) -> set[Pass]:
-        """Passes after which what B accumulates by itself (norms, embeddings) is complete."""
-        return last(self.passes, B) if self.completes else set()
-
-    @functools.cached_property
-    def last_weights(self) -> set[Pass]:
-        """Passes after which what waits for W is complete."""
-        return last(self.passes, W) if self.completes else set()
-
-    @functools.cached_property
-    def recomputed(self) -> frozenset[Key]:
-        """Stages whose F keeps the input only."""
-        return frozenset(key_of(p) for p in self.passes if p.kind == R)
-
-    @functools.cached_property
-    def moving(self) -> Moving:
-        """Saved activations that leave the device."""
-        return Moving.of(self.program)
+    def __init__(self, program: Program, completes: bool = True) -> None:
+        """Make them; `completes`: gradients are complete behind the last passes."""
+        self.program = program
+        self.passes = tuple(i for i in program if isinstance(i, Pass))
+        self.own = frozenset(self.passes)  # the passes, to look one up
+        # by pass, the messages of collectives that it makes
+        self.contributes: dict[Pass, tuple[str, ...]] = {}
+        for exchange in [i for i in program if isinstance(i, Exchange)]:
+            for p in self.own.intersection(exchange.producers):
+                self.contributes[p] = (*self.contributes.get(p, ()), exchange.message)
+        # passes whose input its maker on this rank may still use
+        self.handed_to = frozenset(i.consumer for i in program if isinstance(i, Hand))
+        self.splits = any(p.kind == W for p in self.passes)  # whether there are W passes
+        self.trains = any(B in done_by(p) for p in self.passes)  # whether there are backwards
+        # passes after which what B accumulates by itself (norms, embeddings) is complete, and after
+        # which what waits for W is
+        self.last_backwards, self.last_weights = (
+            last(self.passes, kind) if completes else set[Pass]() for kind in (B, W)
+        )
+        # stages whose forwards keep the input only, and run again before B
+        self.run_again = frozenset(p.stage for p in self.passes if p.kind == R)
+        # by its key, the send to a partner of what a forward of this rank has saved, and the
+        # receive with which it comes back
+        self.sent, self.fetched = (
+            {
+                key_of(i.consumer): i
+                for i in program
+                if isinstance(i, instruction) and i.saved and i.consumer.kind == kind
+            }
+            for instruction, kind in ((Send, SENT), (Receive, FETCHED))
+        )
+        # keys of forwards whose saved activations leave the device, to the host or a partner
+        self.leaving = frozenset({*self.sent, *(key_of(p) for p in self.passes if p.kind == OUT)})
+        self._splits: dict[tuple[bool, bool], frozenset[Key]] = {}
 
     def split(self, together: bool, left_out: bool) -> frozenset[Key]:
-        """Return those that leave their weight gradients to a W.
+        """Return the backwards that leave their weight gradients to a W.
 
         Args:
             together: whether passes that the program joins run as one. Of such the one asks the
@@ -134,20 +102,97 @@ class Tables:
         """
         if not self.splits:
             return frozenset()
-        if left_out:
-            return self._every
-        return self._split_beside_cells if together else self._split
+        if (together, left_out) not in self._splits:
+            joins = (i.passes for i in self.program if together and isinstance(i, Join))
+            cells = [p for passes in joins if Together(passes).is_cell for p in passes]
+            unsplit = set() if left_out else whole(self.passes, cells)
+            self._splits[together, left_out] = frozenset(map(key_of, self.passes)) - unsplit
+        return self._splits[together, left_out]
+
+    def reject_unsupported(self, moves: bool, collectives: bool, own: Collection[str]) -> None:
+        """Raise unless each pass has an action that understands its messages.
+
+        Args:
+            moves: whether the executor moves activations.
+            collectives: whether it has a group for them.
+            own: kinds of passes that have actions of a technique's.
+
+        Raises:
+            NotImplementedError: names the pass, or the collective.
+        """
+        run = (*_BUILT_IN, *(_MOVES if moves else ()), *own)
+        for p in {p.kind: p for p in self.passes}.values():
+            if p.kind not in run:
+                raise NotImplementedError(
+                    f'{p} cannot run yet: of techniques, {p.words}; schedules that run have '
+                    f'{", ".join((*_BUILT_IN, *_MOVES))}'
+                )
+        for i, second in self._inputs:
+            understood = _TAKEN.get(i.consumer.kind)
+            if i.consumer.kind in own or (i.message == understood and not second):
+                continue
+            why = (
+                ' beside another one, but its action takes one'
+                if second
+                else f', but {i.consumer.kind} understands {understood or "none"}'
+            )
+            raise NotImplementedError(
+                f'{i.consumer} takes the message {i.message!r} of {i.producer}{why}: give the '
+                'executor an action for it'
+            )
+        if not collectives:
+            for i in self.program:
+                if isinstance(i, Exchange):
+                    raise NotImplementedError(
+                        f'{i} is a collective of all ranks: give the executor collectives'
+                    )
 
     @functools.cached_property
-    def _every(self) -> frozenset[Key]:
-        return frozenset(map(key_of, self.passes))
+    def _inputs(self) -> tuple[tuple[Receive | Hand, bool], ...]:
+        """One message of each name and kind of pass that takes it; all that are second inputs."""
+        seen: set[Pass] = set()
+        found: dict[tuple, tuple[Receive | Hand, bool]] = {}
+        for i in self.program:
+            if isinstance(i, Hand) or (isinstance(i, Receive) and not i.saved):
+                found.setdefault((i.consumer.kind, i.message), (i, False))
+                if i.consumer in seen:
+                    found[i.consumer,] = i, True
+                seen.add(i.consumer)
+        return tuple(found.values())
 
-    @functools.cached_property
-    def _split(self) -> frozenset[Key]:
-        return self._every - whole(self.passes)
 
-    @functools.cached_property
-    def _split_beside_cells(self) -> frozenset[Key]:
-        joins = (i.passes for i in self.program if isinstance(i, Join))
-        cells = [passes for passes in joins if Together(passes).is_cell]
-        return self._every - whole(self.passes, [p for cell in cells for p in cell])
+def one_microbatch(program: Program) -> Program:
+    """Return the program of the first microbatch of each stage of a rank, in the same order.
+
+    Activations stay where they are, and passes that the program joins run one after the other.
+    Collectives of the pipeline stay: every rank comes to them without a message of another.
+    """
+    first: dict[int, int] = {}
+    for p in program:
+        if isinstance(p, Pass):
+            first.setdefault(p.stage, p.microbatch)
+    kept = {
+        p
+        for p in program
+        if isinstance(p, Pass) and p.kind not in _MOVES and first[p.stage] == p.microbatch
+    }
+    return tuple(_only(kept, program))
+
+
+def _only(kept: set[Pass], program: Program) -> Iterator[Instruction]:
+    for i in program:
+        match i:
+            case Pass():
+                passes: Collection[Pass] = (i,)
+            case Hand() | Receive(saved=False):
+                passes = (i.consumer,)
+            case Send(saved=False):
+                passes = (i.producer,)
+            case Exchange():
+                passes = (*i.producers, *i.consumers)
+            case _:
+                passes = ()
+        if isinstance(i, Hand) and i.consumer in kept and i.producer not in kept:
+            yield Receive(i.producer, i.consumer, 0, False, i.message)
+        elif any(p in kept for p in passes):
+            yield i

@@ -10,80 +10,62 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from megatron_zbpp.ir import Pass
+from megatron_zbpp.ir.graph import R
 from megatron_zbpp.runtime.compat import unseen_by_autograd
-from megatron_zbpp.runtime.key import Key, key_of
+from megatron_zbpp.runtime.stage import Key, key_of
 
 Result = TypeVar('Result')
 
 _AVERAGE = 'average_step'  # of what is kept
 
-
 Kept = Mapping[str, Mapping[int, torch.Tensor]]
 """Tensors that a checkpoint holds beside the newest weights: by name, by identity of parameters."""
 
 
-class Versions(Protocol):
-    """The versions of the weights of one stage, or of all of a rank's.
+class Versions:
+    """The versions of the weights of one stage, or of all of a rank's; here the newest alone."""
 
-    Attributes:
-        most: copies of a stage that there were at once.
-    """
-
-    @property
-    def most(self) -> int: ...
+    most: int = 1  # copies of a stage that there were at once
 
     def kept(self) -> Kept:
         """Return the stashed weights that a resumed training needs beside the newest ones."""
-        ...
+        return {}
 
     def before_forward(self, p: Pass) -> None:
         """Give parameters the weights of the forward `p`."""
-        ...
 
     def before_backward(self, p: Pass) -> None:
         """Give parameters the weights of the backward `p`."""
-        ...
 
     def step(self, step: Callable[[], Result]) -> Result:
         """Step the newest weights in place: they are the next version, and parameters have it."""
-        ...
+        raise NotImplementedError
 
     def restart(self, batch: int, every: int) -> None:
         """Forget forwards without a backward: microbatch 0 is now the first one of `batch`.
 
-        Args:
-            batch: how many batches of the training came before.
-            every: microbatches a batch from now on.
+        `batch` is how many came before, `every` the microbatches of each from now on.
         """
-        ...
 
     def close(self) -> None:
         """Leave parameters as the optimizer made them, with the newest weights alone."""
-        ...
 
 
-class OneStorage:
-    """The newest version alone, for forwards and backwards alike (PACI).
-
-    Args:
-        parameters: of the stage.
-        stepped: as of `Corrected`, where other stages correct theirs: a checkpoint has an average
-            of every parameter.
-        ages: as of `Slots`, where other stages keep theirs; here they are the newest.
-    """
-
-    most = 1
+class OneStorage(Versions):
+    """The newest version alone, for forwards and backwards alike (PACI)."""
 
     def __init__(
         self,
-        parameters: Iterable[torch.Tensor],
+        parameters: Iterable[torch.Tensor],  # of the stage
+        # as of `Corrected`, where other stages correct theirs: a checkpoint has an average of every
+        # parameter
         stepped: Iterable[torch.Tensor] = (),
-        ages: int = 0,
+        ages: int = 0,  # as of `Slots`, where other stages keep theirs; here they are the newest
     ) -> None:
         self._parameters, self._stepped, self._ages = tuple(parameters), tuple(stepped), ages
 
@@ -94,21 +76,9 @@ class OneStorage:
         older = {str(age): newest for age in range(1, self._ages + 1)}
         return {_AVERAGE: averages} if averages else older
 
-    def before_forward(self, p: Pass) -> None:
-        """Parameters have the newest weights."""
-
-    def before_backward(self, p: Pass) -> None:
-        """Parameters have the newest weights."""
-
     def step(self, step: Callable[[], Result]) -> Result:
         with unseen_by_autograd(self._parameters):
             return step()
-
-    def restart(self, batch: int, every: int) -> None:
-        """Parameters have the newest weights."""
-
-    def close(self) -> None:
-        """Parameters have the newest weights."""
 
 
 class Corrected(OneStorage):
@@ -117,27 +87,19 @@ class Corrected(OneStorage):
     The estimate is w - tau d, with d <- g d + (1-g)(w' - w) for each step from w to w',
     g = decay^(1/tau), and tau = ahead / every, the mean delay of forwards in steps. It is copied
     into the memory of the parameters for each backward, and the newest back for each forward.
-
-    Args:
-        parameters: of the stage.
-        stepped: of which the steps are averaged, in float32: of each the parameter itself, or its
-            main copy.
-        every: microbatches a step.
-        ahead: forwards of later batches that are run before a step; more than 0.
-        decay: of d over tau steps.
-        loaded: what another one kept, of a training that goes on.
     """
 
     most = 2
 
     def __init__(
         self,
-        parameters: Iterable[torch.Tensor],
+        parameters: Iterable[torch.Tensor],  # of the stage
+        # of which steps are averaged, in float32: the parameters themselves, or their main copies
         stepped: Iterable[torch.Tensor],
-        every: int,
-        ahead: int,
-        decay: float,
-        loaded: Kept = MappingProxyType({}),
+        every: int,  # microbatches a step
+        ahead: int,  # forwards of later batches that are run before a step; more than 0
+        decay: float,  # of d over tau steps
+        loaded: Kept = MappingProxyType({}),  # what another one kept, of a training that goes on
     ) -> None:
         super().__init__(parameters, stepped)
         self._tau, self._ahead, self._decay = ahead / every, ahead, decay
@@ -185,7 +147,7 @@ class Corrected(OneStorage):
             other.copy_(new.data - self._tau * average)
 
     def _hold(self, corrected: bool) -> None:
-        """Exchange the contents of parameters, where they have the others."""
+        """Swap the parameters with their other version, unless they have the right one."""
         if corrected != self._corrected:
             for parameter, other in zip(self._parameters, self._others, strict=True):
                 held = parameter.data.clone()
@@ -194,35 +156,27 @@ class Corrected(OneStorage):
             self._corrected = corrected
 
 
-class Slots:
+class Slots(Versions):
     """A backward has the weights of its forward, which are kept (PipeDream, 2BW).
 
     A step that is skipped leaves the old values under the new number.
-
-    Args:
-        parameters: of the stage.
-        every: microbatches a step.
-        delay: how many steps old the weights of forwards are; None: they have the newest at their
-            place in the endless order.
-        ahead: forwards of later batches that are run before a step, in that order.
-        ages: how many older versions a training needs to go on as if it had not ended, alike on all
-            stages.
-        loaded: what another one kept, of such a training.
-        buffered: whether steps write to the memory that parameters have at first, wherever they are
-            pointed to: that of the distributed optimizer's buffers. It is one copy more.
-        finish_step: takes the step that is still to be taken, where a forward needs its weights.
     """
 
     def __init__(
         self,
-        parameters: Iterable[torch.Tensor],
-        every: int,
+        parameters: Iterable[torch.Tensor],  # of the stage
+        every: int,  # microbatches a step
+        # how many steps old the weights of forwards are; None: they have the newest at their place
+        # in the endless order
         delay: int | None,
+        # whether steps write to the memory that parameters have at first, wherever they are pointed
+        # to: that of the distributed optimizer's buffers. It is one copy more
         buffered: bool = False,
-        ahead: int = 0,
+        ahead: int = 0,  # forwards of later batches that are run before a step, in that order
+        # takes the step that is still to be taken, where a forward needs its weights
         finish_step: Callable[[], object] = lambda: None,
-        ages: int = 0,
-        loaded: Kept = MappingProxyType({}),
+        ages: int = 0,  # older versions without which a training could not go on, on all stages
+        loaded: Kept = MappingProxyType({}),  # what another one kept, of such a training
     ) -> None:
         self._parameters = tuple(parameters)
         self._first, self._every, self._delay, self._ahead = 0, every, delay, ahead
@@ -239,6 +193,9 @@ class Slots:
         self.most = 1
 
     def before_forward(self, p: Pass) -> None:
+        if p.kind == R:
+            self._use(self._flying[key_of(p)])
+            return
         late = self._ahead if self._delay is None else self._delay * self._every
         version = self._first + (p.microbatch - late) // self._every
         version = max(version, min(self._slots))  # where a training begins, older ones are equal
@@ -296,14 +253,14 @@ class Slots:
             self._current = version
 
 
-class ByStage:
+class ByStage(Versions):
     """The versions of several stages of a rank, which step together."""
 
     def __init__(self, of_stage: Mapping[int, Versions]) -> None:
         self.of_stage = of_stage
 
     @property
-    def most(self) -> int:
+    def most(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return max(each.most for each in self.of_stage.values())
 
     def kept(self) -> Kept:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_zbpp.runtime import compat
-from megatron_zbpp.runtime.key import Key
+from megatron_zbpp.runtime.stage import Key
 
 INNER_BACKWARD = (
     'a backward inside a forward (backward() or torch.autograd.grad in a loss function or a model) '

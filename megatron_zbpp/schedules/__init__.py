@@ -10,7 +10,7 @@ test. One of your own needs no line: `build('package.module:name', ...)` imports
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_zbpp.ir import Schedule, strict_json
 from megatron_zbpp.schedules.registry import (
@@ -39,11 +39,7 @@ def __getattr__(name: str) -> object:
 
 
 def names(plain: bool = False) -> tuple[str, ...]:
-    """Return the canonical names of all of the library's families.
-
-    Args:
-        plain: of those only whose passes are F, B and W.
-    """
+    """Return the canonical names of the library's families; `plain`: with F, B and W alone."""
     return tuple(each.name for each in own_families() if not (plain and each.moves))
 
 
@@ -88,7 +84,11 @@ def build(
     if num_microbatches < 1:
         raise ValueError(f'num_microbatches is {num_microbatches}: give at least 1')
     chunks = checked_chunks(found, num_chunks)
-    _require_costs(found, costs, num_ranks * chunks)
+    if costs is not None and costs.num_stages != num_ranks * chunks:
+        raise ValueError(
+            f'costs are of {costs.num_stages} stages, but this {found.name} has '
+            f'{num_ranks * chunks}: give one entry per stage, in model order'
+        )
     require_no_limit(found, memory_limit)
     if together and 'together' not in found.options:
         takers = ', '.join(f.name for f in own_families() if 'together' in f.options)
@@ -109,31 +109,21 @@ def build(
         'num_slices': slices,
     }
     taken = {key: value for key, value in options.items() if key in found.options}
-    schedule = found.generate(num_ranks, num_microbatches, **taken)
-    _require_as_asked(found, schedule, num_ranks, num_microbatches)
+    schedule: Any = found.generate(num_ranks, num_microbatches, **taken)
+    if not isinstance(schedule, Schedule):
+        raise ValueError(f'{found.name} made {type(schedule).__name__}: return a Schedule from it')
+    ranks, m = schedule.num_ranks, schedule.num_microbatches
+    several_calls = found.asynchronous and m % num_microbatches == 0
+    if ranks != num_ranks or (m != num_microbatches and not several_calls):
+        raise ValueError(
+            f'{found.name} made a schedule of {ranks} ranks and {m} microbatches: return one of '
+            f'the {num_ranks} and {num_microbatches} that it was asked for'
+        )
     return schedule
 
 
-def _require_as_asked(found: Family, schedule: object, num_ranks: int, m: int) -> None:
-    """Raise ValueError unless a generator returned a schedule of the right size."""
-    if not isinstance(schedule, Schedule):
-        raise ValueError(f'{found.name} made {type(schedule).__name__}: return a Schedule from it')
-    made = schedule.num_ranks, schedule.num_microbatches
-    if found.asynchronous and made[1] % m == 0:
-        made = made[0], m  # several calls
-    if made != (num_ranks, m):
-        raise ValueError(
-            f'{found.name} made a schedule of {made[0]} ranks and {made[1]} microbatches: return '
-            f'one of the {num_ranks} and {m} that it was asked for'
-        )
-
-
 def checked_chunks(found: Family, num_chunks: int | None, cure: str | None = None) -> int:
-    """Return the number of chunks to use.
-
-    Raises:
-        ValueError: the family cannot have so many; `cure` says how to ask for others.
-    """
+    """Return the number of chunks to use."""
     if num_chunks is None:
         return found.default_chunks
     if num_chunks not in found.chunks:
@@ -149,20 +139,11 @@ def checked_chunks(found: Family, num_chunks: int | None, cure: str | None = Non
     return num_chunks
 
 
-def _require_costs(found: Family, costs: Costs | None, num_stages: int) -> None:
-    """Raise ValueError unless costs, if given, are of as many stages as the schedule."""
-    if costs is not None and costs.num_stages != num_stages:
-        raise ValueError(
-            f'costs are of {costs.num_stages} stages, but this {found.name} has {num_stages}: '
-            'give one entry per stage, in model order'
-        )
-
-
-def require_no_limit(found: Family, memory_limit: float | None) -> None:
-    """Raise ValueError for a memory limit that the family would not heed."""
+def require_no_limit(found: Family, memory_limit: float | None, name: str = 'memory_limit') -> None:
+    """Raise ValueError for a memory limit, given by `name`, that the family would not heed."""
     if memory_limit is not None and 'memory_limit' not in found.options:
         takers = ', '.join(f.name for f in own_families() if 'memory_limit' in f.options)
         raise ValueError(
-            f'{found.name} has one peak memory and takes no memory_limit (given {memory_limit}): '
+            f'{found.name} has one peak memory and takes no {name} (given {memory_limit}): '
             f'leave it out, or use one that does: {takers}'
         )

@@ -1,16 +1,19 @@
-"""Several chunks a rank, on a loop: interleaved 1F1B and its kin."""
+"""Several chunks a rank: interleaved 1F1B and its kin on a loop, and Hanayo's waves."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_zbpp.ir import Phase, Placement, Schedule
+from megatron_zbpp.ir import BW, F, Pass, Phase, Placement, Schedule
+from megatron_zbpp.schedules.construct.draft import list_schedule
 from megatron_zbpp.schedules.construct.phases import (
     Row,
     even_groups,
+    gis_h_group,
     one_forward_one_backward,
     phases,
     split_one_forward_one_backward,
+    zeropp_unit,
 )
 
 
@@ -77,20 +80,8 @@ def zb_interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -
     - Bubble: (p-1)(F+B-W)/v for m >= p, more below.
     - Peak memory: ((v-1)g + p)/v activations for groups of up to g: p where p divides m.
     """
-    placement = Placement.loop(num_ranks, num_chunks)
     groups = even_groups(num_microbatches, num_ranks)
-    orders = (
-        split_one_forward_one_backward(
-            placement.stages(rank), groups, ahead=num_ranks - 1 - rank, defer=rank
-        )
-        for rank in range(num_ranks)
-    )
-    return Schedule.of('zb-interleaved', placement, num_microbatches, orders)
-
-
-def _half(num_ranks: int) -> int:
-    """Return G of GIS-H."""
-    return (num_ranks + 1) // 2
+    return _grouped('zb-interleaved', num_ranks, num_chunks, groups, defers=True)
 
 
 def gis(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
@@ -104,7 +95,7 @@ def gis(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
 
     - Peak memory: ((v-1)g + p)/v activations: p where p divides m.
     """
-    return _grouped('gis', num_ranks, num_microbatches, num_chunks, size=num_ranks)
+    return _grouped('gis', num_ranks, num_chunks, even_groups(num_microbatches, num_ranks))
 
 
 def gis_h(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
@@ -122,21 +113,22 @@ def gis_h(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedul
       made even and none smaller than g, for more memory.
     - Peak memory: ((v-1)g + p)/v activations, towards p/2 as v grows.
     """
-    return _grouped('gis-h', num_ranks, num_microbatches, num_chunks, size=_half(num_ranks))
+    groups = even_groups(num_microbatches, gis_h_group(num_ranks))
+    return _grouped('gis-h', num_ranks, num_chunks, groups)
 
 
 def _grouped(
-    name: str, num_ranks: int, num_microbatches: int, num_chunks: int, size: int
+    name: str, num_ranks: int, num_chunks: int, groups: Sequence[int], defers: bool = False
 ) -> Schedule:
+    """Return the order in groups of these sizes; `defers`: rank s defers s weight gradients."""
     placement = Placement.loop(num_ranks, num_chunks)
-    groups = even_groups(num_microbatches, size)
     orders = (
         split_one_forward_one_backward(
-            placement.stages(rank), groups, ahead=num_ranks - 1 - rank, defer=0
+            placement.stages(rank), groups, num_ranks - 1 - rank, rank if defers else 0
         )
         for rank in range(num_ranks)
     )
-    return Schedule.of(name, placement, num_microbatches, orders)
+    return Schedule.of(name, placement, sum(groups), orders)
 
 
 def zeropp(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
@@ -158,8 +150,7 @@ def zeropp(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedu
     - Peak memory: U + 2(p-1)/v activations on rank 0 from the second unit on, where U divides m.
     """
     placement = Placement.loop(num_ranks, num_chunks)
-    least = max(num_ranks, -(-2 * (num_ranks - 1) // num_chunks))  # as many as have rank 0's Ws
-    units = even_groups(num_microbatches, least)
+    units = even_groups(num_microbatches, zeropp_unit(num_ranks, num_chunks))
     orders = (
         _in_units(placement.stages(rank), units, keep=2 * (num_ranks - 1 - rank))
         for rank in range(num_ranks)
@@ -180,3 +171,46 @@ def _in_units(stages: tuple[int, ...], units: list[int], keep: int) -> list[Phas
         ]
     table.append((keep, 'W', 'W left'))
     return phases(stages, sum(units), table, units)
+
+
+# What a rank prefers of what is ready: kinds, and for each whether the last chunk comes first.
+_PREFERENCES = (
+    ((BW, False), (F, True)),
+    ((F, True), (BW, False)),
+    ((F, True), (BW, True)),
+)
+
+
+def hanayo(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
+    """Hanayo: W waves, 2W chunks a rank; whatever is ready runs, within the memory of 1F1B.
+
+    Liu et al., Hanayo, arXiv 2308.15762. The paper gives its order by pictures for m = p; here it
+    is list scheduling with whichever of three orders of preference has the shortest makespan.
+
+        >>> print(grid(hanayo(2, 3), width=76))
+        rank 0   0F0   0F1   0F2   3F0   3BW0  3F1   3BW1  0BW0  3F2   3BW2  0BW1…
+        rank 1   1F0   2F0   1F1   2F1   2BW0  1BW0  1F2   2F2   2BW1  1BW1  2BW2…
+
+    - Bubble: at m = p and B+W = 2F never above the paper's ratio (2p-2)/(3pW+p-1), for p = 2..16
+      and W = 1..3; about 2(p-1)/W. That ratio has no m in it, and for m > p no order could be found
+      in the literature at hand: here the bubble stays about 2(p-1) at W = 1, and at W > 1 it grows
+      with m (p=8, W=2: 7.5 at m=8, 13 at m=24, 22 at m=64, by when 1F1B has 21).
+    """
+    placement = Placement.wave(num_ranks, num_chunks)
+    drafts = [
+        list_schedule(
+            placement,
+            num_microbatches,
+            [
+                [
+                    [Pass(kind, stage, i) for i in range(num_microbatches)]
+                    for kind, last_first in preference
+                    for stage in placement.stages(rank)[:: -1 if last_first else 1]
+                ]
+                for rank in range(num_ranks)
+            ],
+            memory_limit=num_ranks,
+        )
+        for preference in _PREFERENCES
+    ]
+    return min(drafts, key=lambda draft: draft.makespan).schedule('hanayo')

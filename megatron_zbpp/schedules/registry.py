@@ -56,8 +56,16 @@ class Sizes(NamedTuple):
         return self.F == self.B == self.W
 
 
-def _everywhere(sizes: Sizes) -> bool:
-    return True
+def filled(at: Sizes) -> bool:  # each rank has work while a microbatch goes through all
+    return at.m >= at.p
+
+
+def filled_evenly(at: Sizes) -> bool:
+    return at.m >= at.p and at.equal
+
+
+def steady(at: Sizes) -> bool:  # there is a steady state, of equal passes
+    return at.m >= 2 * at.p and at.equal
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,7 @@ class Formula:
 
     text: str  # for people, the condition included: `(p-1)(F+B+W)/v (m >= p)`
     value: Callable[[Sizes], float]
-    where: Callable[[Sizes], bool] = _everywhere  # sizes at which the number is promised
+    where: Callable[[Sizes], bool] = lambda sizes: True  # at which the number is promised
     at_most: bool = False  # the promise is an upper bound
 
     def __call__(self, sizes: Sizes) -> float:
@@ -90,13 +98,27 @@ class Family:
     when: str = ''  # the case in which to take it
     aliases: tuple[str, ...] = ()  # names of torch, Megatron, the research fork and others
     placement: str = 'loop'  # or `v`, `wave` (of two chunks it is a V), `two-way`
-    chunks: range = ONE  # numbers of chunks per rank that it can take
-    default_chunks: int = 1
+    # numbers of chunks per rank that it can take; none: two on a V, any where the generator takes
+    # their number, else one
+    chunks: range = range(0)
+    default_chunks: int = 0  # 0: 2 where it can take several, else 1
     options: tuple[str, ...] = ()  # keyword arguments of the generator beside its sizes
-    min_ranks: int = 1
-    techniques: tuple[str, ...] = ()  # of its schedules, by their folders in `techniques`
-    default_slices: int = 1  # of a sequence, where the caller names no number
+    min_ranks: int = 0  # 0: 2 on a V and on two routes, else 1
+    techniques: tuple[str, ...] = ()  # of its schedules, by their names in `techniques`
+    default_slices: int = 0  # of a sequence, where the caller names no number; 0: 4, or 1 without
     tier: str = ''  # of the catalogue; none for a user's own
+
+    def __post_init__(self) -> None:
+        any_or_one = ANY if 'num_chunks' in self.options else ONE
+        chunks = self.chunks or (TWO if self.placement == 'v' else any_or_one)
+        defaults = {
+            'chunks': chunks,
+            'default_chunks': 1 if chunks == ONE else 2,
+            'min_ranks': 2 if self.placement in ('v', 'two-way') else 1,
+            'default_slices': 4 if 'slices' in self.techniques else 1,
+        }
+        for name, value in defaults.items():
+            object.__setattr__(self, name, getattr(self, name) or value)
 
     @cached_property
     def generate(self) -> Callable[..., Schedule]:
@@ -255,12 +277,7 @@ def _enter(entry: Family) -> None:
 
 
 def own_families(every: bool = False) -> tuple[Family, ...]:
-    """Return the library's own, in the order of `zbpp list`.
-
-    Args:
-        every: those, too, that cut sequences into slices, have two copies of the weights, or are
-            asynchronous.
-    """
+    """Return the library's own, as `zbpp list`; `every`: sliced, two-way, asynchronous, too."""
     for tier in TIERS:
         _load(tier)
     found = (_FAMILIES[name] for _, names in _INDEX for name in names)
@@ -275,17 +292,17 @@ def families() -> Iterator[Family]:
 
 
 def find(name: str) -> Family:
-    """Return the family of that name, alias or address; an address has its module imported.
-
-    Raises:
-        ValueError: none has it; the message names the known ones and the nearest match, or what is
-            wrong with the module.
-    """
+    """Return the family of that name, alias or address; an address has its module imported."""
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f'schedule {name!r} is no name: give one, such as zb-v (zbpp list)')
     module = name.strip().rpartition(':')[0]
     if _key(name) not in _NAMES:
-        _import(module, name) if module else _load_own(name)
+        if module:
+            _import(module, name)
+        else:  # the table with that name; for an alias or an unknown name, all
+            own = [tier for tier, names in _INDEX if _key(name) in map(_key, names)]
+            for tier in own or TIERS:
+                _load(tier)
     if _key(name) in _NAMES:
         return _FAMILIES[_NAMES[_key(name)]]
     if module:
@@ -301,16 +318,7 @@ def find(name: str) -> Family:
     raise ValueError(f'unknown schedule {name!r}: {hint}; one of your own is package.module:name')
 
 
-def _load_own(name: str) -> None:
-    """Load the table with the library's family `name`; for an alias or an unknown name, all."""
-    for tier, names in _INDEX:
-        if _key(name) in map(_key, names):
-            return _load(tier)
-    own_families()
-
-
 def _load(tier: str) -> None:
-    """Register the rows of a tier's table."""
     for row in importlib.import_module(f'{__package__}.catalogue.{tier}').ROWS:
         if row.name not in _FAMILIES:
             _enter(replace(row, tier=tier))

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from itertools import accumulate, takewhile
+from itertools import accumulate
 from math import inf
-from typing import TYPE_CHECKING
 
 from megatron_zbpp.ir import Phase, Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules.construct.draft import Draft, equal_costs, within
 from megatron_zbpp.schedules.construct.phases import one_forward_one_backward, phases
-
-if TYPE_CHECKING:
-    from megatron_zbpp.ir.costs import Costs
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -75,12 +71,6 @@ def one_f_one_b_pb(
     - Bubble: (p-1)(F+B+W), and of messages far less than `1f1b` pays.
     - Peak memory: 2p-1 activations on rank 0, 2(p-s)-1 on rank s; at most m, and at most what
       `memory_limit` holds.
-
-    Args:
-        num_ranks: p.
-        num_microbatches: m.
-        costs: activations of each stage, which a limit counts; default: 1 each.
-        memory_limit: most that a rank may hold, in the unit of `costs.amounts`.
     """
     m = num_microbatches
     held = costs.amounts['activation'] if costs is not None else (1.0,) * num_ranks
@@ -140,25 +130,19 @@ def kfkb(
     p, m = num_ranks, num_microbatches
     held = (costs or equal_costs(Placement.loop(p))).amounts['activation']
     limit = inf if memory_limit is None else memory_limit
-    sizes = [k for k in _powers(m) if k == 1 or _fits(k, m, held, limit)]
+    # 1, 2, 4, ... up to the first that holds all microbatches
+    powers = [1 << i for i in range((m - 1).bit_length() + 1)]
+    sizes = [
+        k
+        for k in powers
+        if k == 1 or all(within(min(k * (p - r), m) * a, limit) for r, a in enumerate(held))
+    ]
     if costs is None:
         k = min(_USUAL, sizes[-1])
     else:
         k = min(sizes, key=lambda size: (_makespan(_orders(m, size, held, limit), costs), size))
     orders = _orders(m, k, held, limit)
     return Schedule.of('kfkb', Placement.loop(p), m, orders)
-
-
-def _powers(m: int) -> list[int]:
-    """Return 1, 2, 4, ... up to the first that holds all microbatches."""
-    below = takewhile(lambda k: k < m, (1 << i for i in range(m.bit_length())))
-    return [*below, 1 << (m - 1).bit_length()]
-
-
-def _fits(k: int, m: int, held: tuple[float, ...], limit: float) -> bool:
-    return all(
-        within(min(k * (len(held) - rank), m) * each, limit) for rank, each in enumerate(held)
-    )
 
 
 def _orders(m: int, k: int, held: tuple[float, ...], limit: float) -> list[list[Phase]]:
@@ -177,7 +161,6 @@ def _orders(m: int, k: int, held: tuple[float, ...], limit: float) -> list[list[
 
 
 def _makespan(orders: list[list[Phase]], costs: Costs) -> float:
-    """Return the time that they take by these costs."""
     left = [deque(p for phase in order for p in phase.passes) for order in orders]
     draft = Draft(Placement.loop(len(left)), len(left[0]) // 2, costs)
     while any(left):

@@ -252,7 +252,7 @@ class _Scheduler:
         return self.draft.duration(kind, rank)
 
     def _has_room(self, rank: int, more: float = 0.0) -> bool:
-        """Return whether `rank` may hold another activation, with `more` activations held than now.
+        """Check that `rank` may hold another activation, with `more` activations held than now.
 
         What a B adds must find room beside it.
         """

@@ -1,8 +1,9 @@
-"""Techniques: whatever is done to a pipeline beyond F, B and W. Each is a folder.
+"""Techniques: whatever is done to a pipeline beyond F, B and W. Each is a file or a folder.
 
-`graph` says WHAT: a function from graph to graph. `place` says WHEN: it puts the passes into given
-orders. `technique` is the value by which the planner, flags and commands know of it; `families` are
-schedules that are another one with the technique. Which go together says `base`.
+It has a function from graph to graph, WHAT is done, and functions that put the passes into given
+orders, WHEN. `TECHNIQUE` is the value by which the planner, flags and commands know of it. There
+are schedules, too, that are another one with the technique. `composition` has the pairs of
+techniques that do not go together.
 """
 
 from __future__ import annotations
@@ -18,12 +19,8 @@ if TYPE_CHECKING:
     from megatron_zbpp.ir import Schedule
     from megatron_zbpp.techniques.base import Technique
 
-NAMES = ('offload', 'recompute', 'evict')
-"""Techniques that are placed into orders."""
-
-ASKED = ('offload', 'recompute')
-"""Those of which a user asks for an amount, by an option of their name."""
-
+NAMES = ('offload', 'recompute', 'evict')  # that are placed into orders
+ASKED = ('offload', 'recompute')  # of which a user asks for an amount, by an option of their name
 # functions that put techniques without an amount into a schedule
 _ADDED = {
     'split_vocabulary': 'vocabulary.place:with_shards',
@@ -31,18 +28,18 @@ _ADDED = {
 }
 _OWN: dict[str, Technique] = {}  # registered by others
 
+HALF, ALL = 'half', 'all'
+Amount = str | int
+"""'half', 'all', or how many chunks of each rank: the first, whose activations wait longest."""
+
 
 def find(name: str) -> Technique:
-    """Return the technique of that name, imported when it is asked for.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the technique of that name, imported when it is asked for."""
     if name in _OWN:
         return _OWN[name]
     if name not in NAMES:
         raise ValueError(f'action {name!r} is unknown: use {", ".join((*NAMES, *_OWN))}')
-    return importlib.import_module(f'{__name__}.{name}.place').TECHNIQUE
+    return importlib.import_module(f'{__name__}.{name}').TECHNIQUE
 
 
 def added(name: str) -> Callable[[Schedule], Schedule]:
@@ -80,3 +77,24 @@ def register(technique: Technique) -> Technique:
     register_graph(technique.graph)
     _OWN[technique.name] = technique
     return technique
+
+
+def chunks_of(amount: Amount, num_chunks: int, what: str, words: tuple[str, ...] = ()) -> int:
+    """Return how many chunks of a rank that is.
+
+    `what` is done with them, and `words` are other amounts, for errors.
+    """
+    if amount == HALF:
+        return (num_chunks + 1) // 2
+    if amount == ALL:
+        return num_chunks
+    if isinstance(amount, str) and amount.isdecimal():
+        amount = int(amount)
+    if isinstance(amount, bool) or not isinstance(amount, int) or amount < 1:
+        known = ', '.join(map(repr, (HALF, ALL, *words)))
+        raise ValueError(f'{what} of {amount!r}: give {known} or a number of chunks')
+    if amount > num_chunks:
+        raise ValueError(
+            f'{what} of {amount} chunks: a rank has {num_chunks}: give a number up to {num_chunks}'
+        )
+    return amount

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megatron_zbpp.ir import B, F, Schedule, Task, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import HOST, PARTNER, TRANSFERS, Graph
-from megatron_zbpp.techniques.amounts import Amount, chunks_of
+from megatron_zbpp.techniques import Amount, chunks_of
 
 
 class Life(NamedTuple):
@@ -105,13 +105,8 @@ def copy_ratio(costs: Costs) -> float:
 def with_copies(costs: Costs, ratio: float = USUAL_RATIO, between: Iterable[str] = ()) -> Costs:
     """Return `costs` with times of copies, where they have none: half of `ratio` (F + B + W) each.
 
-    Args:
-        costs: of the stages.
-        ratio: time of a copy out and back, over that of F, B and W of what is copied.
-        between: kinds of copies between ranks that take as long.
-
-    Raises:
-        ValueError: a ratio that is no number above 0.
+    `ratio` is the time of a copy out and back, over that of F, B and W of what is copied; kinds of
+    copies in `between` take as long.
     """
     if not ratio > 0:
         raise ValueError(f'a copy both ways in {ratio} of the time of F, B and W: give more than 0')

@@ -22,31 +22,18 @@ class Clash(NamedTuple):
 OVERLAP = 'overlap'  # pairs of F and BW that a model runs as one: not of the graph
 SEEDS = 'dropout_seeds'  # of each layer and microbatch: likewise
 
-UPDATING = 'updating'
-"""Optimizer steps without a flush, by the name of their graph's function."""
-
-SLICED = 'sliced'
-"""Slices of a sequence, by the name of their graph's function."""
-
-VOCABULARY = 'split_vocabulary'
-"""The output layer on all ranks, by the name of its graph's function."""
-
-EMBEDDING = 'split_embedding'
-"""The word embedding on all ranks beside it, by the name of its graph's function."""
-
-OUTPUT, BOTH = SHARED_LAYERS = 'output', 'input+output'
-"""Layers that all ranks share, as users ask for them."""
-
+# By the name of their graph's function: optimizer steps without a flush, slices of a sequence, the
+# output layer on all ranks, and the word embedding on all ranks beside it.
+UPDATING, SLICED = 'updating', 'sliced'
+VOCABULARY, EMBEDDING = 'split_vocabulary', 'split_embedding'
+OUTPUT, BOTH = SHARED_LAYERS = 'output', 'input+output'  # that all ranks share, as users ask
+# techniques that share these layers, in the order in which they are put into a schedule
 LAYERS_OF = {None: (), OUTPUT: (VOCABULARY,), BOTH: (VOCABULARY, EMBEDDING)}
-"""Techniques that share these layers, in the order in which they are put into a schedule."""
-
+# Techniques that train, each by itself. Others are planned, simulated and drawn.
 TRAINED = (*NAMES, SLICED, OVERLAP, VOCABULARY, EMBEDDING)
-"""Techniques that train, each by itself. Others are planned, simulated and drawn."""
-
 ADDED = (*NAMES, VOCABULARY, EMBEDDING)  # to the orders of a schedule
-
+# families that train what others plan, in an order that Megatron's optimizers allow
 TRAINED_BY = {'wpipe': 'wpipe-joint'}
-"""The families that train what others plan, in an order that Megatron's optimizers allow."""
 
 _UNTRAINED = {
     UPDATING: Clash(
@@ -68,7 +55,7 @@ _FREED = 'Megatron frees what layers of such a pair pass to each other before it
 _PLAIN = Clash('shards are put between F, B and W alone', 'take a schedule of these, such as zb-v')
 _APART = Clash(
     'shards run between passes, and such a pair has no between',
-    'drop --overlap-moe-expert-parallel-comm, or leave out --pipeline-vocab-parallel',
+    'drop {overlap_moe_expert_parallel_comm}, or leave out {vocab_parallel}',
 )
 _MOVED = Clash(
     'what goes to partners does not go to the host as well',
@@ -81,7 +68,8 @@ CLASHES: Mapping[tuple[str, str], Clash] = {
     **{(OVERLAP, shards): _APART for shards in (VOCABULARY, EMBEDDING)},
     **{
         (OVERLAP, name): Clash(
-            reason, f'drop --overlap-moe-expert-parallel-comm, or take a schedule without {name}'
+            reason,
+            f'drop {{overlap_moe_expert_parallel_comm}}, or take a schedule without {name}',
         )
         for name, reason in {'recompute': _NO_PLAN, 'offload': _FREED, 'evict': _FREED}.items()
     },

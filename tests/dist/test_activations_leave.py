@@ -1,6 +1,8 @@
 """What autograd saved leaves and comes back: plain stages in one process, to the bit."""
 
 import functools
+import json
+import os
 import random
 from contextlib import nullcontext
 from pathlib import Path
@@ -8,57 +10,34 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from grids import grid
-from stages import ROWS, WIDTH, LinearStage, reference
+from stages import CPU, Pipeline, require_same
 
-from megatron_zbpp.analysis.checker import check
-from megatron_zbpp.analysis.lowering import lower
+from benchmarks.copies import cli
+from benchmarks.copies.measure import Case, measured
+from benchmarks.copies.stage import Sizes
+from megatron_zbpp import Costs, Placement, Schedule, check
 from megatron_zbpp.analysis.memory import live
-from megatron_zbpp.ir import Placement, Schedule
-from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.runtime.activations import host_memory
 from megatron_zbpp.runtime.activations.bundle import Bytes, SavedActivations
 from megatron_zbpp.runtime.activations.copies import Copies
 from megatron_zbpp.runtime.activations.host_memory import Slabs
 from megatron_zbpp.runtime.activations.store import ActivationStore
-from megatron_zbpp.runtime.channels import Channels, Message
-from megatron_zbpp.runtime.clock import HostClock
-from megatron_zbpp.runtime.executor import Executor
-from megatron_zbpp.runtime.key import key_of
-from megatron_zbpp.runtime.weight_grads import WeightGradStore
+from megatron_zbpp.runtime.stage import key_of
 from megatron_zbpp.schedules import FAMILIES, build
 from megatron_zbpp.techniques.base import with_copies
-from megatron_zbpp.techniques.offload.place import offloaded, with_offload
-from megatron_zbpp.techniques.recompute.place import with_recomputation
-
-CPU = torch.device('cpu')
+from megatron_zbpp.techniques.offload import offloaded, with_offload
+from megatron_zbpp.techniques.recompute import with_recomputation
 
 
 def executed(schedule, fails=False):
     """On each rank: losses and gradients by stage, bytes by stage, what was said, what was held."""
-    rank, store, said = dist.get_rank(), WeightGradStore(), []
-    activations = ActivationStore(CPU, said.append, small=1)
-    programs = lower(schedule)
-    stages = {
-        s: LinearStage(store, s, schedule.num_stages) for s in schedule.placement.stages(rank)
-    }
-    activations.keep(p for stage in stages.values() for p in stage.parameters())
-    message = Message((ROWS, WIDTH), torch.float32, CPU)
-    ranks = schedule.placement.only_route
-    pairs = {
-        (a, b) for a in set(ranks) for b in set(ranks) if abs(a - b) in (1, len(set(ranks)) - 1)
-    }
-    channels = Channels(dist.group.WORLD, {(a, b) for a, b in pairs if a != b}, CPU)
-    executor = Executor(
-        programs[rank], stages, channels, message, store, HostClock(), activations=activations
-    )
+    said, pipeline = [], Pipeline(schedule)
+    pipeline.activations._say = said.append
     full = mock.patch.object(host_memory, 'room', lambda: host_memory.Room(1, Path('a limit')))
     with full if fails else nullcontext():
-        record = executor.run()
-    assert not activations.away and not activations._bundles
-    made = {s: (m.losses, tuple(p.grad for p in m.parameters())) for s, m in stages.items()}
-    return made, activations.bytes, said, record.live
+        record = pipeline.run()
+    return pipeline.made, pipeline.activations.bytes, said, record.live
 
 
 @grid(
@@ -76,17 +55,14 @@ def test_to_the_bit(ranks, name, p, fails):
     assert leaving
     # of a forward that runs again its input leaves, which the first stage has none of
     moves = any(each.stage > 0 or key_of(each) not in again for each in leaving)
-    losses, gradients = reference(schedule.num_stages, 8)
     results = ranks(p).run(executed, schedule, fails)
+    require_same(schedule, (made for made, *_ in results))
     assert any(each.moved for _, found, _, _ in results for each in found.values()) == (
         moves and not fails
     )
-    for made, found, said, _ in results:
+    for _, found, said, _ in results:
         assert len(said) == (fails and bool(found))
         assert all('of 9.31e-10 GiB (a limit) left: give the job more memory' in s for s in said)
-        for stage, (own, grads) in made.items():
-            assert stage < schedule.num_stages - 1 or own == losses
-            assert all(map(torch.equal, grads, gradients[stage]))
 
 
 @pytest.mark.parametrize('name', ['po', 'interleaved', 'zb-v', '1f1b'])
@@ -95,8 +71,7 @@ def test_what_is_held_is_what_was_planned(ranks, name):
     schedule = offloaded(build(name, 4, 8), 'all')
     ones = (1.0,) * schedule.num_stages
     planned = live(schedule, Costs.of(ones, ones, ones))
-    for rank, (*_, held) in enumerate(ranks(4).run(executed, schedule)):
-        assert tuple(held) == planned[rank]
+    assert [tuple(held) for *_, held in ranks(4).run(executed, schedule)] == list(planned)
 
 
 def test_what_the_planner_decides_per_stage_runs(ranks):
@@ -108,14 +83,11 @@ def test_what_the_planner_decides_per_stage_runs(ranks):
     assert {p.kind for _, p in schedule} >= {'O', 'L', 'R'}
     check(schedule)
     again = Schedule.from_json(schedule.to_json())
-    losses, gradients = reference(schedule.num_stages, 8)
+    results = ranks(2).run(executed, again)
+    require_same(schedule, (made for made, *_ in results))
     ones = (1.0,) * schedule.num_stages
     planned = live(schedule, Costs.of(ones, ones, ones))
-    for rank, (made, _, _, held) in enumerate(ranks(2).run(executed, again)):
-        assert tuple(held) == planned[rank]
-        for stage, (own, grads) in made.items():
-            assert stage < schedule.num_stages - 1 or own == losses
-            assert all(map(torch.equal, grads, gradients[stage]))
+    assert [tuple(held) for *_, held in results] == list(planned)
 
 
 def saved(tensor, weight, kept):
@@ -275,3 +247,52 @@ def test_what_leaves_is_told_once():
         'device holds more than planned'
     ]
     assert str(store.bytes[0]) == '3.00 MiB of a microbatch leave; stay: parameters 0.50'
+
+
+# ---- Time and memory of what moves, as simulated: a copy engine sleeps beside the passes.
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize('name', ['bpipe', pytest.param('1f1b+recompute', marks=pytest.mark.full)])
+def test_the_resident_set_is_what_was_planned(name):
+    """Of each of four processes, within a tenth; without, the first would hold four."""
+    found = measured(Case(name, 1.0, 4, 6, Sizes(1e-3, 34 * MIB), 2))
+    assert found.held == pytest.approx(found.planned, rel=0.1)
+    assert max(found.planned) == (3 if name == 'bpipe' else 1) * 34 * MIB
+
+
+@pytest.mark.parametrize('name', ['po+offload', pytest.param('po', marks=pytest.mark.full)])
+def test_copies_to_the_host_free_memory(name):
+    case = Case(name, num_microbatches=4, sizes=Sizes(2e-3, 34 * MIB), rounds=2)
+    found = measured(case)
+    assert found.held == pytest.approx(found.planned, rel=0.1)
+
+
+def test_the_command(tmp_path, monkeypatch):
+    """scripts/benchmark_copies.py at its smallest."""
+    monkeypatch.setattr(cli, '_TIMED', [('1f1b+offload', 2.0)])
+    monkeypatch.setattr(cli, '_HELD', [('1f1b', 2)])
+    file = tmp_path / 'found.json'
+    assert cli.main(['--ms', '5', '--mib', '34', '--rounds', '1', '--json', str(file)]) == 0
+    timed, held = json.loads(file.read_text())
+    # how much longer, on a busy machine, nobody knows: the test of whole sizes asks
+    assert timed['seconds'] > 0.99 * timed['simulated'] and timed['k'] == 2
+    assert held['held'] == pytest.approx(held['planned'], rel=0.1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('k', [0.5, 1.0, 2.0])
+@pytest.mark.parametrize('name', ['po+offload', '1f1b+offload', 'interleaved+offload'])
+def test_time_is_as_simulated(name, k):
+    """Within 3 %, where the copies hide behind the passes and where they do not."""
+    case = Case(name, k, sizes=Sizes(0.1, MIB), rounds=4, realtime=os.geteuid() == 0)
+    found = measured(case)
+    assert found.seconds == pytest.approx(found.simulated, rel=0.03)
+
+
+def test_what_makes_no_sense(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(['--ms', '0'])
+    assert 'give numbers above 0' in capsys.readouterr().err

@@ -1,72 +1,59 @@
 """The executor on plain torch stages: schedules that no one chose, to the bit."""
 
-from __future__ import annotations
-
 from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from grids import grid
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from programs import awaited_early, pairs
-from stages import ROWS, WIDTH, LinearStage, reference, uneven
+from programs import awaited_early
+from stages import ROWS, WIDTH, LinearStage, Pipeline, even, reference, require_same, uneven
 
-from megatron_zbpp.analysis.checker import check
+from megatron_zbpp import Costs, build, check
 from megatron_zbpp.analysis.lowering import lower
+from megatron_zbpp.analysis.memory import live
 from megatron_zbpp.analysis.program import BY_TAKER, LATE, Receive
-from megatron_zbpp.ir import BW, F, Pass, Schedule, W
-from megatron_zbpp.runtime.channels import Channels, Message
+from megatron_zbpp.ir import BW, F, Pass, Schedule, Together, W
+from megatron_zbpp.runtime.channels import Channels
 from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.executor import Executor
+from megatron_zbpp.runtime.measure import Iteration
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
-from megatron_zbpp.schedules import build
+from megatron_zbpp.techniques.offload import offloaded
+from megatron_zbpp.techniques.recompute import recomputed
 
 
-def execute(
-    schedule: Schedule,
-    train: bool = True,
-    separate: bool = False,
-    varying: bool = False,
-    receives: str = LATE,
-):
-    """Runs `schedule` on each rank: by stage (losses, gradients, those complete), and the rest."""
+def execute(schedule: Schedule, train=True, separate=False, rows=even, receives=LATE):
+    """Runs `schedule` on each rank: losses and gradients by stage, passes and what was held."""
     programs = lower(schedule, receives)
-    rank, store = dist.get_rank(), WeightGradStore()
-    stages = {
-        stage: LinearStage(store, stage, schedule.num_stages, *([uneven] if varying else []))
-        for stage in schedule.placement.stages(rank)
-    }
-    shape = None if varying else (ROWS, WIDTH)
-    message = Message(shape, torch.float32, torch.device('cpu'))
-    channels = Channels(
-        dist.group.WORLD, pairs(programs), message.device, separate=separate, shapes=varying
-    )
-    executor = Executor(programs[rank], stages, channels, message, store, HostClock())
+    pipeline = Pipeline(schedule, rows=rows, programs=programs, separate=separate, kept=False)
     with torch.set_grad_enabled(train):
-        record = executor.run()
-    assert not store.pending and not store.deferring
-    made = {
-        s: (m.losses, tuple(p.grad for p in m.parameters()), m.complete) for s, m in stages.items()
-    }
-    return made, record.passes, record.live
+        record = pipeline.run() if train else pipeline.executor().run()
+    if not train:
+        return {s: each.losses for s, each in pipeline.stages.items()}, record.passes, record.live
+    require_complete(pipeline)
+    return pipeline.made, record.passes, record.live
 
 
-def check_run(ranks, schedule, separate=False, varying=False):
+def require_complete(pipeline):
+    """Gradients are said to be complete once they are."""
+    for stage, (_, gradients) in pipeline.made.items():
+        complete = pipeline.stages[stage].complete
+        assert len(complete) == len(gradients) and all(map(torch.equal, complete, gradients))
+
+
+def check_run(ranks, schedule, separate=False, rows=even):
     check(schedule)
-    receives = BY_TAKER if varying else LATE
-    results = ranks(schedule.num_ranks).run(execute, schedule, True, separate, varying, receives)
-    rows = [uneven] if varying else []
-    losses, gradients = reference(schedule.num_stages, schedule.num_microbatches, True, *rows)
-    for rank, (made, passes, live) in enumerate(results):
-        assert tuple(passes) == schedule.passes[rank]
-        assert live[-1] == 0
-        for stage, (own, grads, complete) in made.items():
-            assert len(complete) == len(grads) and all(map(torch.equal, complete, grads))
-            assert stage < schedule.num_stages - 1 or own == losses
-            for gradient, expected in zip(grads, gradients[stage], strict=True):
-                assert torch.equal(gradient, expected), stage
+    receives = LATE if rows is even else BY_TAKER
+    results = ranks(schedule.num_ranks).run(execute, schedule, True, separate, rows, receives)
+    require_same(schedule, (made for made, _, _ in results), rows)
+    for order, (_, passes, held) in zip(schedule.passes, results, strict=True):
+        assert tuple(passes) == order and held[-1] == 0
 
 
 @pytest.mark.parametrize('m', [1, 2, 5, 8])
@@ -79,7 +66,7 @@ def test_gradients_to_the_bit(ranks, p, name, m):
 @pytest.mark.parametrize('separate', [False, True])
 @pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v', 'interleaved'])
 def test_messages_of_any_shape(ranks, name, separate):
-    check_run(ranks, build(name, 4, 7), separate, varying=True)
+    check_run(ranks, build(name, 4, 7), separate, uneven)
 
 
 def shapes_awaited(schedule, receives):
@@ -87,7 +74,7 @@ def shapes_awaited(schedule, receives):
     program, passes = lower(schedule, receives)[dist.get_rank()], []
     own = [i for i in program if isinstance(i, Receive) and i.consumer.kind == F]
     left = {i.peer: [each.consumer for each in own if each.peer == i.peer] for i in own}
-    awaited, ask, begin = {}, Channels.ask, Executor._begin_waiting
+    awaited, ask, begin = {}, Channels.ask, Executor._await_one
 
     def asking(channels, peer):
         consumer, shape = left[peer].pop(0), ask(channels, peer)
@@ -100,13 +87,13 @@ def shapes_awaited(schedule, receives):
 
     def beginning(executor, p):
         passes.append(p)
-        begin(executor, p)
+        return begin(executor, p)
 
     with (
         mock.patch.object(Channels, 'ask', asking),
-        mock.patch.object(Executor, '_begin_waiting', beginning),
+        mock.patch.object(Executor, '_await_one', beginning),
     ):
-        execute(schedule, varying=True, receives=receives)
+        execute(schedule, rows=uneven, receives=receives)
     assert not any(left.values())
     return awaited
 
@@ -125,21 +112,20 @@ def test_a_pass_waits_for_its_own_shape(ranks, name):
     assert sum(p != t for awaited in before for p, takers in awaited.items() for t in takers) > 6
 
 
-def left_to_w(schedule):
-    """How many weight gradients a rank leaves to W, of one layer a stage."""
-    with mock.patch.object(WeightGradStore, 'defer', autospec=True, side_effect=_defer) as left:
-        execute(schedule)
-    return left.call_count
-
-
-_defer = WeightGradStore.defer
+def calls(schedule, owner, name):
+    """How often a rank calls a method, and how many passes it runs."""
+    original = getattr(owner, name)
+    with mock.patch.object(owner, name, autospec=True, side_effect=original) as called:
+        _, passes, _ = execute(schedule)
+    return called.call_count, len(passes)
 
 
 @pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'dualpipe-v'])
 def test_what_is_one_pass_runs_whole(ranks, name):
     """Of a pass BW autograd runs B and W at once, also in a schedule that splits others."""
     schedule = build(name, 2, 8)
-    for rank, left in enumerate(ranks(2).run(left_to_w, schedule)):
+    counted = ranks(2).run(calls, schedule, WeightGradStore, 'defer')  # of one layer a stage
+    for rank, (left, _) in enumerate(counted):
         kinds = Counter(p.kind for p in schedule.passes[rank])
         assert left == kinds[W]
         assert bool(kinds[BW]) == (name != 'zb-h1') and bool(kinds[W]) == (name != '1f1b')
@@ -179,7 +165,7 @@ def test_any_valid_order(ranks, data):
     if data.draw(st.booleans()):  # fuse what can be: W right behind its B
         orders = [_fused(order) for order in orders]
     shuffled = Schedule.of('shuffled', schedule.placement, schedule.num_microbatches, orders)
-    check_run(ranks, shuffled, varying=data.draw(st.booleans()))
+    check_run(ranks, shuffled, rows=data.draw(st.sampled_from([even, uneven])))
 
 
 def _fused(order):
@@ -199,42 +185,119 @@ def test_forward_only(ranks, name):
     results = ranks(2).run(execute, schedule, False)
     losses, _ = reference(schedule.num_stages, 4, train=False)
     last = schedule.placement.only_route[-1]
-    made, _, live = results[last]
-    assert made[schedule.num_stages - 1][0] == losses
-    assert not any(live), 'evaluation keeps no activations'
-
-
-def letting_go(schedule):
-    """How many passes a rank ran, and how often it asked what has left."""
-    with mock.patch.object(Channels, 'let_go', autospec=True) as asked:
-        _, passes, _ = execute(schedule)
-        return len(passes), asked.call_count
+    made, _, held = results[last]
+    assert made[schedule.num_stages - 1] == losses
+    assert not any(held), 'evaluation keeps no activations'
 
 
 def test_each_pass_lets_go(ranks):
-    for passes, asked in ranks(2).run(letting_go, build('zb-h1', 2, 5)):
+    for asked, passes in ranks(2).run(calls, build('zb-h1', 2, 5), Channels, 'let_go'):
         assert asked == passes == 3 * 5
 
 
-def fail_in_forward(schedule):
-    """An error in a pass reaches the caller, and leaves nothing in the store."""
-    store = WeightGradStore()
-    program = tuple(p for p in schedule.passes[0])
-
-    class Failing(LinearStage):
-        def backward(self, *args):
-            super().backward(*args)
-            raise RuntimeError('in B')
-
-    stages = {0: Failing(store, 0, 1)}
-    message = Message((ROWS, WIDTH), torch.float32, torch.device('cpu'))
-    channels = Channels(dist.group.WORLD, (), message.device)
-    try:
-        Executor(program, stages, channels, message, store, HostClock()).run()
-    except RuntimeError as error:
-        return str(error), store.pending
-    return None
+class Failing(LinearStage):
+    def backward(self, *args):
+        super().backward(*args)
+        raise RuntimeError('in B')
 
 
-def test_error_leaves_nothing_behind(ranks):
-    assert ranks(2).run(fail_in_forward, build('zb-h1', 1, 2)) == [('in B', 0)] * 2
+@pytest.mark.on_ranks(1)
+def test_error_leaves_nothing_behind():
+    """An error in a pass reaches the caller."""
+    pipeline = Pipeline(build('zb-h1', 1, 2), stage_class=Failing)
+    with pytest.raises(RuntimeError, match=r'^in B$'):
+        pipeline.executor().run()
+    assert not pipeline.store.pending
+
+
+# ---- R passes: forwards that keep their input only run again; small stages, to the bit.
+
+
+def recompute(schedule):
+    """On each rank, by stage: what it made, what ran twice; what was held, bytes that left."""
+    pipeline = Pipeline(schedule)
+    record = pipeline.run()
+    ran = {stage: each.ran for stage, each in pipeline.stages.items()}
+    return pipeline.made, ran, record.live, pipeline.moved
+
+
+@grid(
+    name=('gpipe', '1f1b', 'zb-h1', 'zb-v', 'interleaved', 'po'),
+    p=(2, 4),
+    amount=('all', 'half'),
+    away=(None, None, 'all', 'half', 'all', 'all'),
+)
+def test_recomputed_to_the_bit(ranks, name, p, amount, away):
+    """Also where inputs of what runs again, and what else is held, are on the host meanwhile."""
+    schedule = recomputed(build(name, p, 8), amount)
+    if away:
+        schedule = offloaded(schedule, away)
+    again = {task.stage for task in schedule.graph.needs if task.kind == 'R'}
+    planned = live(schedule, Costs.uniform(schedule.placement, 1, 1, 1))
+    results = ranks(p).run(recompute, schedule)
+    require_same(schedule, (made for made, *_ in results))
+    gone = {p.stage for _, p in schedule if p.kind == 'O'}
+    for rank, (_, ran, held, moved) in enumerate(results):
+        for stage, nbytes in moved.items():  # of the first stage that runs again there is no input
+            assert stage in gone
+            if stage in again:
+                assert nbytes == (ROWS * WIDTH * 4 if stage else 0)
+        share = len(schedule.placement.stages(rank))
+        assert [each / share for each in held] == list(planned[rank])
+        for stage, passes in ran.items():
+            twice = [(kind, k) for kind in 'FR' for k in range(8)] if stage in again else []
+            assert sorted(passes) == twice
+
+
+# ---- The executor runs a forward and a backward as one, where it is given what does that.
+
+
+def overlap(schedule, as_one: bool):
+    """Runs `schedule` on each rank; what ran as one, gradients, record and spans."""
+    cells = []
+
+    def both(forward, backward):
+        """Halves of one between those of the other, as Megatron has layers."""
+        numbers = {id(stage): number for number, stage in pipeline.stages.items()}
+        cells.append(
+            (numbers[id(forward.stage)], forward.p.microbatch, numbers[id(backward.stage)])
+        )
+        output = forward.stage.forward(forward.p, forward.received)
+        return output, backward.stage.backward(
+            backward.p, backward.received, backward.output, backward.gradient
+        )
+
+    clock = HostClock()
+    programs = check(schedule).programs
+    pipeline = Pipeline(
+        schedule, programs=programs, kept=False, together=both if as_one else None, clock=clock
+    )
+    record = pipeline.run()
+    require_complete(pipeline)
+    spans = Iteration(schedule, dist.group.WORLD, record, clock).spans()
+    return cells, pipeline.made, record, spans
+
+
+@pytest.mark.parametrize('as_one', [True, False])
+@pytest.mark.parametrize(('p', 'm'), [(2, 5), (4, 9)])
+def test_overlaps_to_the_bit(ranks, p, m, as_one):
+    schedule = build('dualpipe-v', p, m, together=True)
+    results = ranks(p).run(overlap, schedule, as_one)
+    require_same(schedule, (made for _, made, _, _ in results))
+    for rank, (cells, _, record, spans) in enumerate(results):
+        joined = [entry.passes for entry in schedule.order(rank) if isinstance(entry, Together)]
+        assert cells == ([(f.stage, f.microbatch, b.stage) for f, b in joined] if as_one else [])
+        assert tuple(record.passes) == schedule.passes[rank] and record.live[-1] == 0
+        assert all(end >= start for start, end in spans)
+        assert all(after[0] >= before[1] for before, after in pairwise(spans))
+        for at in record.joined:
+            (start, middle), (again, end) = spans[at : at + 2]
+            assert middle == again and middle - start == pytest.approx(end - middle)
+
+
+def test_passes_of_one_microbatch_run_one_after_the_other(ranks):
+    """The last stage's: its backward needs what its forward leaves."""
+    schedule = replace(build('1f1b', 2, 3), together=frozenset({(1, 0), (1, 2), (1, 4)}))
+    results = ranks(2).run(overlap, schedule, True)
+    require_same(schedule, (made for _, made, _, _ in results))
+    assert all(cells == [] == record.joined for cells, _, record, _ in results)

@@ -75,20 +75,16 @@ def test_messages_take_few_processors(monkeypatch, given, asked, expected, high)
     assert theirs.config.max_ctas == before
 
 
-def inherited():
-    """Timeouts of the channels' groups, whose pipeline has another than the world."""
+@pytest.mark.on_ranks(2)
+def test_timeout_of_the_pipeline():
+    """Channels' groups have it, and not that of the world."""
     with nccl.Device():
         limit = timedelta(minutes=7)
         pipeline = dist.new_group(backend=nccl.NAME, timeout=limit)
         made = groups.directions(pipeline, CPU, [(0, 1), (1, 0)])
         gloo = dist.new_group(timeout=limit)
         made |= groups.directions(gloo, CPU, [(0, 1)])
-        return [group._get_backend(CPU).options._timeout for group in made.values()]
-
-
-def test_timeout_of_the_pipeline(ranks):
-    for timeouts in ranks(2).run(inherited):
-        assert timeouts == [timedelta(minutes=7)] * 2
+        assert [group._get_backend(CPU).options._timeout for group in made.values()] == [limit] * 2
 
 
 def first_messages(absent):
@@ -101,8 +97,9 @@ def first_messages(absent):
         yield
 
     around = {(0, 1), (1, 0), (1, 2), (2, 1), (2, 0)}
+    dist.barrier()  # from here on ranks are quick
     try:
-        with nccl.Device(patience=2):
+        with nccl.Device(**{} if absent is None else {'patience': 4}):
             group = dist.new_group(backend=nccl.NAME)
             if dist.get_rank() == absent:  # makes them with the others, and uses none
                 groups.directions(group, CPU, around)
@@ -126,8 +123,13 @@ def test_a_rank_that_does_not_come_is_named(ranks):
     assert 'make a communicator for a send to rank 2' in results[1][1]
 
 
-def sent(backend):
-    """How many sends a rank holds: right after one, once it has left, and when asked to let go."""
+# how many sends a rank holds: right after one, once it has left, and when asked to let go
+@pytest.mark.parametrize(
+    ('backend', 'expected'), [(nccl.NAME, [1, 1, 0, 0]), ('gloo', [1, 1, 1, 0])]
+)
+@pytest.mark.on_ranks(2)
+def test_what_has_left_is_let_go(backend, expected):
+    """At the next pass, whether it sends or not; on gloo, which cannot tell, at the end."""
     device = nccl.Device() if backend == nccl.NAME else nullcontext()
     with device:
         group = dist.new_group(backend=backend)
@@ -154,13 +156,7 @@ def sent(backend):
         channels.finish()
         look()
         dist.barrier()
-    return held
-
-
-def test_what_has_left_is_let_go(ranks):
-    """At the next pass, whether it sends or not; on gloo, which cannot tell, at the end."""
-    assert ranks(2).run(sent, nccl.NAME)[0] == [1, 1, 0, 0]
-    assert ranks(2).run(sent, 'gloo')[0] == [1, 1, 1, 0]
+    assert channels.rank or held == expected
 
 
 def process_of_a_rank(watched):

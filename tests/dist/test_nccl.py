@@ -1,29 +1,25 @@
 """The runtime on groups that order and block as NCCL's: whatever waits for what, it ends."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from grids import grid
-from programs import pairs, posted_earlier
-from stages import ROWS, WIDTH, LinearStage, reference, uneven
+from programs import posted_earlier
+from stages import LinearStage, Pipeline, even, reference, require_same, uneven
 
 from devtools import nccl
 from megatron_zbpp.analysis.deadlock import DeadlockError, Rule, prove
-from megatron_zbpp.analysis.evaluation import evaluation
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.program import BY_TAKER, EARLY, LATE, LATEST
-from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
+from megatron_zbpp.analysis.run_ahead import evaluation
 from megatron_zbpp.ir import W
-from megatron_zbpp.runtime.activations.store import ActivationStore
-from megatron_zbpp.runtime.channels import Channels, Message
-from megatron_zbpp.runtime.clock import HostClock
-from megatron_zbpp.runtime.executor import Executor
-from megatron_zbpp.runtime.weight_grads import WeightGradStore
+from megatron_zbpp.runtime.channels import Channels
 from megatron_zbpp.schedules import build, names
 
-CPU = torch.device('cpu')
 # what passes wait for, and when launched operations start: see `nccl.Device`
 MODES = {
     'plain': {},
@@ -37,8 +33,8 @@ PATIENCE = 3.0  # seconds, where something is stuck
 class CoupledStage(LinearStage):
     """A stage of one of several pipelines: meets the others in forwards, and reduces gradients."""
 
-    def __init__(self, store, stage, num_stages, replicas, splits, varying=False):
-        super().__init__(store, stage, num_stages, *([uneven] if varying else []))
+    def __init__(self, store, stage, num_stages, rows, replicas, splits):
+        super().__init__(store, stage, num_stages, rows)
         self.replicas, self.reducing = replicas, []
         # what is complete with the last B, and with the last W
         self.parts = iter([[self.bias], [self.weight]] if splits else [[self.bias, self.weight]])
@@ -56,112 +52,71 @@ class CoupledStage(LinearStage):
         with super().grad_sync(last):
             yield
         if last and self.replicas is not None:
-            self.reducing = [
-                *self.reducing,
-                *(
-                    dist.all_reduce(p.grad, group=self.replicas, async_op=True)
-                    for p in next(self.parts)
-                ),
+            self.reducing += [
+                dist.all_reduce(p.grad, group=self.replicas, async_op=True)
+                for p in next(self.parts)
             ]
 
 
-class Pipeline:
-    """A rank's part of one pipeline on an emulated device."""
+class Replica(Pipeline):
+    """A rank's part of one of several pipelines on an emulated device."""
 
-    def __init__(self, device, schedule, programs=None, separate=None, replicas=1, varying=False):
-        self.device, self.schedule, self.varying = device, schedule, varying
-        self.programs = programs or lower(schedule)
+    def __init__(self, device, schedule, replicas=1, **options):
         size = schedule.num_ranks
         world = [list(range(first, first + size)) for first in range(0, size * replicas, size)]
         same = [list(group) for group in zip(*world, strict=True)]
         groups = [dist.new_group(ranks, backend=nccl.NAME) for ranks in world]
-        place, self.rank = divmod(dist.get_rank(), size)
+        place, rank = divmod(dist.get_rank(), size)
         coupling = [dist.new_group(ranks, backend=nccl.NAME) for ranks in same]
-        self.replicas = coupling[self.rank] if replicas > 1 else None
-        self.channels = Channels(
-            groups[place], pairs(self.programs), CPU, separate=separate, shapes=varying
+        stage = partial(
+            CoupledStage,
+            replicas=coupling[rank] if replicas > 1 else None,
+            splits=any(p.kind == W for _, p in schedule),
         )
-
-    def executor(self, program):
-        """Of one iteration with new stages."""
-        store, count = WeightGradStore(), self.schedule.num_stages
-        splits = any(p.kind == W for _, p in self.schedule)
-        self.stages = {
-            s: CoupledStage(store, s, count, self.replicas, splits, self.varying)
-            for s in self.schedule.placement.stages(self.rank)
-        }
-        message = Message(None if self.varying else (ROWS, WIDTH), torch.float32, CPU)
-        activations = ActivationStore(CPU, small=1)  # for families that move some to the host
-        return Executor(
-            *(program, self.stages, self.channels, message, store, HostClock()),
-            self.device.passing,
-            activations,
-        )
+        options['named'] = device.passing
+        super().__init__(schedule, groups[place], stage_class=stage, **options)
 
     def train(self, ahead=False):
         """By stage: losses and gradients of an iteration, with forwards run ahead if asked."""
-        program, count = self._ahead() if ahead else (self.programs[self.rank], 0)
-        executor = self.executor(program)
-        executor.run_ahead(count)
-        executor.run()
+        self.run(ahead)
         for stage in self.stages.values():
             for work in stage.reducing:
                 work.wait()
-        return {
-            s: (stage.losses, [p.grad for p in stage.parameters()])
-            for s, stage in self.stages.items()
-        }
-
-    def drop(self):
-        """Runs forwards ahead for nothing."""
-        program, count = self._ahead()
-        executor = self.executor(program)
-        executor.run_ahead(count)
-        executor.drop()
+        return self.made
 
     def evaluate(self):
         """Losses by stage, of forwards only."""
-        receives = BY_TAKER if self.varying else LATE
+        receives = LATE if self.rows is even else BY_TAKER
         executor = self.executor(lower(evaluation(self.schedule), receives)[self.rank])
         with torch.no_grad():
             executor.run()
         return {s: stage.losses for s, stage in self.stages.items()}
 
-    def _ahead(self):
-        ahead = passes_run_ahead(
-            self.schedule, passes_ahead(self.schedule), self.schedule.num_ranks
-        )
-        begun, rest = split(self.programs[self.rank], ahead)
-        return begun + rest, len(begun)
 
-
-def live(schedules, mode, replicas=1, varying=False, receives=LATE):
+def live(schedules, mode, replicas, rows, receives):
     """A training program's life: one iteration after the other, and another schedule in the end."""
     with nccl.Device(**MODES[mode]) as device:
         trained = []
         for schedule in schedules:
             programs = lower(schedule, receives)
-            pipeline = Pipeline(device, schedule, programs, replicas=replicas, varying=varying)
-            trained.append((schedule, pipeline.train()))
+            pipeline = Replica(device, schedule, replicas, programs=programs, rows=rows)
+            trained.append(pipeline.train())
             pipeline.drop()
             evaluated = pipeline.evaluate()
-            trained.append((schedule, pipeline.train(ahead=True)))
+            trained.append(pipeline.train(ahead=True))
         return trained, evaluated
 
 
-def check_lives(ranks, schedules, mode, replicas=1, varying=False, receives=LATE):
+def check_lives(ranks, schedules, mode, replicas=1, rows=even, receives=LATE):
     """All that they computed is what one process computes."""
     world = schedules[0].num_ranks * replicas
-    lives = ranks(world).run(live, schedules, mode, replicas, varying, receives, timeout=200)
-    for trained, evaluated in lives:
-        for schedule, stages in trained:
-            count, m = schedule.num_stages, schedule.num_microbatches
-            losses, gradients = reference(count, m, True, *([uneven] if varying else []))
-            for stage, (own, made) in stages.items():
-                assert own == (losses if stage == count - 1 else [])
-                for gradient, expected in zip(made, gradients[stage], strict=True):
-                    assert torch.equal(gradient, replicas * expected)
-        assert evaluated.get(count - 1, losses) == losses
+    lives = ranks(world).run(live, schedules, mode, replicas, rows, receives)
+    for at, schedule in enumerate(schedules):
+        made = [each for trained, _ in lives for each in trained[2 * at : 2 * at + 2]]
+        require_same(schedule, made, rows, replicas)
+    last = schedule.num_stages - 1
+    losses, _ = reference(last + 1, schedule.num_microbatches, rows=rows)
+    assert all(evaluated.get(last, losses) == losses for _, evaluated in lives)
 
 
 @grid(
@@ -182,22 +137,22 @@ def test_every_family(ranks, name, p, m, mode):
 
 
 @grid(
-    when=lambda receives, varying, **_: receives == LATEST or not varying,
+    when=lambda receives, rows, **_: receives == LATEST or rows is even,
     name=('zb-v', 'dualpipe-v', '1f1b'),
     receives=(LATEST, EARLY),
     mode=('both', 'synchronises'),
-    varying=(False, True),
+    rows=(even, uneven),
 )
-def test_receives_posted_at_another_time(ranks, name, receives, mode, varying):
+def test_receives_posted_at_another_time(ranks, name, receives, mode, rows):
     """By default they are late: see all other tests."""
-    check_lives(ranks, [build(name, 4, 8)], mode, varying=varying, receives=receives)
+    check_lives(ranks, [build(name, 4, 8)], mode, rows=rows, receives=receives)
 
 
 @grid(name=('zb-v', 'zb-h1', 'interleaved'), mode=tuple(MODES))
 def test_messages_of_any_shape(ranks, name, mode):
     """Shapes go ahead from host to host, and receives are posted where these are taken."""
     schedules = [build(name, 4, 8), build('1f1b', 4, 8)]
-    check_lives(ranks, schedules, mode, varying=True, receives=BY_TAKER)
+    check_lives(ranks, schedules, mode, rows=uneven, receives=BY_TAKER)
 
 
 @grid(name=('zb-h1', 'zb-v', '1f1b'), mode=tuple(MODES)[::-1])
@@ -209,16 +164,16 @@ def test_two_pipelines_coupled_by_collectives(ranks, name, mode):
 def stand(schedule, mode, lead, warm, separate):
     """Where this rank stands for ever; None: nowhere."""
     programs = posted_earlier(lower(schedule, EARLY), lead)
-    warm_up = Channels._use_all_once
-    if not warm:
-        Channels._use_all_once = lambda *args: None
+    cold = mock.patch.object(Channels, '_use_all_once', lambda *args: None)
+    dist.barrier()  # from here on ranks are quick
     try:
-        with nccl.Device(**MODES[mode], patience=PATIENCE) as device:
-            Pipeline(device, schedule, programs, separate).train()
+        with (
+            nullcontext() if warm else cold,
+            nccl.Device(**MODES[mode], patience=PATIENCE) as device,
+        ):
+            Replica(device, schedule, programs=programs, separate=separate).train()
     except nccl.Stuck as stuck:
         return str(stuck)
-    finally:
-        Channels._use_all_once = warm_up
     return None
 
 

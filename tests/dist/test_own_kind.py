@@ -4,32 +4,25 @@ It is checked, simulated, planned around, drawn, lowered, proven free of deadloc
 gloo ranks.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
-from programs import pairs
-from stages import ROWS, WIDTH, LinearStage, reference
+from stages import CPU, Pipeline, message_of, require_same, uneven
 
-from megatron_zbpp import techniques
-from megatron_zbpp.analysis.checker import check
+from megatron_zbpp import Costs, check, simulate, techniques
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.analysis.program import Hand
-from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Graph, Pass, Placement, Schedule, Task, chain
 from megatron_zbpp.ir import techniques as graphs
-from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import DEVICE, Applied, Hold, Kind, Need
 from megatron_zbpp.ir.techniques import known_stages, made_of
 from megatron_zbpp.planner.actions import plan_within
 from megatron_zbpp.render.svg import svg
-from megatron_zbpp.runtime.channels import Channels, Message
+from megatron_zbpp.runtime.channels import Message
 from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.messages import messages
@@ -37,10 +30,7 @@ from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.techniques.base import Technique
 
 PLACEMENT = Placement.loop(2)
-ORDERS = (
-    '0F0 0Y0 0F1 0Y1 0X0 0BW0 0X1 0BW1',
-    '1F0 1Y0 1X0 1B0 1F1 1Y1 1W0 1X1 1B1 1W1',
-)
+ORDERS = ('0F0 0Y0 0F1 0Y1 0X0 0BW0 0X1 0BW1', '1F0 1Y0 1X0 1B0 1F1 1Y1 1W0 1X1 1B1 1W1')
 
 
 def compared(graph: Graph, stages: Iterable[int]) -> Graph:
@@ -119,11 +109,7 @@ def test_messages_carry_their_names():
     names = {
         (i.producer.kind, i.consumer.kind): i.message for i in program if hasattr(i, 'message')
     }
-    assert names == {
-        ('F', 'F'): 'activation',
-        ('Y', 'X'): 'sample',
-        ('B', 'BW'): 'gradient',
-    }
+    assert names == {('F', 'F'): 'activation', ('Y', 'X'): 'sample', ('B', 'BW'): 'gradient'}
 
 
 class Comparing:
@@ -144,40 +130,26 @@ class Comparing:
 
 
 def execute():
-    rank, store, programs = dist.get_rank(), WeightGradStore(), lower(schedule())
-    stage, own = LinearStage(store, rank, 2), Comparing()
-    cpu = torch.device('cpu')
-    message = Message((ROWS, WIDTH), torch.float32, cpu)
-    sample = Message((3,), torch.float64, cpu), Message((2,), torch.int16, cpu)
-    executor = Executor(
-        programs[rank],
-        {rank: stage},
-        Channels(dist.group.WORLD, pairs(programs), cpu),
-        message,
-        store,
-        HostClock(),
-        actions={'Y': own.sample, 'X': own.compare},
-        messages={'sample': sample},
-    )
-    record = executor.run()
-    return record.passes, own.seen, stage.losses, tuple(p.grad for p in stage.parameters())
+    own = Comparing()
+    sample = Message((3,), torch.float64, CPU), Message((2,), torch.int16, CPU)
+    actions = {'Y': own.sample, 'X': own.compare}
+    pipeline = Pipeline(schedule(), kept=False, actions=actions, messages={'sample': sample})
+    return pipeline.run().passes, own.seen, pipeline.made
 
 
 def test_it_runs(ranks):
     """Each X gets the samples of both stages, in their order, and gradients are as without it."""
-    losses, gradients = reference(2, 2)
-    for rank, (passes, seen, made, grads) in enumerate(ranks(2).run(execute)):
+    results = ranks(2).run(execute)
+    require_same(schedule(), (made for *_, made in results))
+    for rank, (passes, seen, _) in enumerate(results):
         assert tuple(passes) == schedule().passes[rank]
         samples = [[[[10.0 * stage + i] * 3, [stage, i]] for stage in range(2)] for i in range(2)]
         assert seen == [(f'{rank}X{i}', samples[i]) for i in range(2)]
-        assert all(map(torch.equal, grads, gradients[rank]))
-        assert made == (losses if rank else [])
 
 
 def test_a_message_of_another_shape_is_refused():
-    cpu = torch.device('cpu')
-    parts = Message((3,), torch.float64, cpu), Message((2,), torch.int16, cpu)
-    fixed = messages(Nowhere(), Message((ROWS, WIDTH), torch.float32, cpu), {'sample': parts})
+    parts = Message((3,), torch.float64, CPU), Message((2,), torch.int16, CPU)
+    fixed = messages(Nowhere(), message_of(), {'sample': parts})
     hand = Hand(Pass('Y', 0, 0), Pass('X', 0, 0), 'sample')
     good = torch.zeros(3, dtype=torch.float64), torch.zeros(2, dtype=torch.int16)
     assert fixed.checked(good, hand) is good
@@ -187,55 +159,35 @@ def test_a_message_of_another_shape_is_refused():
     with pytest.raises(ValueError, match=r'takes \(3, 6\) of torch.float32: every'):
         fixed.checked(good, hand._replace(message='gradient'))
     with pytest.raises(NotImplementedError, match='messages sample beside some whose shapes vary'):
-        messages(Nowhere(), Message(None, torch.float32, cpu), {'sample': parts})
+        messages(Nowhere(), message_of(uneven), {'sample': parts})
 
 
 class Nowhere:
     """Channels that nothing is sent through."""
 
 
-def without_actions():
-    message = Message((ROWS, WIDTH), torch.float32, torch.device('cpu'))
-    channels = Channels(dist.group.WORLD, (), message.device)
-    for actions in ({}, {'Y': print}):
-        try:
-            store = WeightGradStore()
-            Executor(
-                lower(schedule())[0], {}, channels, message, store, HostClock(), actions=actions
-            )
-        except NotImplementedError as error:
-            yield str(error)
+def refusal(program, **options):
+    """Return why an executor without stages and neighbours refuses a program."""
+    store = WeightGradStore()
+    with pytest.raises(NotImplementedError) as error:
+        Executor(program, {}, Nowhere(), message_of(), store, HostClock(), **options)
+    return str(error.value)
 
 
-def refusals():
-    return list(without_actions())
-
-
-def test_without_actions_it_is_refused(ranks):
-    for first, second in ranks(2).run(refusals):
-        assert re.match(r'0Y\d cannot run yet', first) and re.match(r'0X\d cannot run yet', second)
+def test_without_actions_it_is_refused():
+    program = lower(schedule())[0]
+    assert re.match(r'0Y\d cannot run yet', refusal(program))
+    assert re.match(r'0X\d cannot run yet', refusal(program, actions={'Y': print}))
 
 
 @pytest.mark.parametrize('name', ['vocabulary', 'statistics'])
-def test_a_message_that_nobody_understands_is_refused(ranks, name):
+def test_a_message_that_nobody_understands_is_refused(name):
     """B awaits a second input, which the built-in action would lose."""
-    found = ranks(2).run(misunderstood, name)
-    assert all(
-        f"0B0 takes the message '{name}' of 1F0, but B understands gradient" in f for f in found
-    )
-
-
-def misunderstood(name):
     graph = chain(2)
     back = (*graph.needs[Task('B', 0)], Need(Task('F', 1), name))
     techniques = (Applied('two inputs', (name,)),)
     graph = replace(graph, techniques=techniques, needs={**graph.needs, Task('B', 0): back})
     passes = [map(Pass.parse, order.split()) for order in ('0F0 0B0 0W0', '1F0 1B0 1W0')]
-    programs = lower(Schedule.of('two inputs', PLACEMENT, 1, passes, graph))
-    message = Message((ROWS, WIDTH), torch.float32, torch.device('cpu'))
-    channels = Channels(dist.group.WORLD, (), message.device)
-    try:
-        Executor(programs[0], {}, channels, message, WeightGradStore(), HostClock())
-    except NotImplementedError as error:
-        return str(error)
-    return ''
+    program = lower(Schedule.of('two inputs', PLACEMENT, 1, passes, graph))[0]
+    said = f"0B0 takes the message '{name}' of 1F0, but B understands gradient"
+    assert said in refusal(program)

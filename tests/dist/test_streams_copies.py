@@ -1,5 +1,6 @@
 """Copies of activations on recorded streams, and the page-locked memory that they go to."""
 
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ from megatron_zbpp.runtime.activations.store import ActivationStore
 DEVICE = torch.device('cuda', 0)
 ONES = 2**18
 BOTH_WAYS = 2  # streams of copies
+_unlock = host_memory._unlock
 
 
 def leaving(say=None):
@@ -25,34 +27,29 @@ def leaving(say=None):
     return store, received, loss
 
 
-def refused():
+@pytest.mark.on_device
+def test_a_refusal_names_the_cure_and_is_forgotten():
+    """CUDA tells an error to who starts a kernel next, which is none of ours."""
     said = []
     store, received, loss = leaving(said.append)
     with device.refusing(2):
         store.begin_out((0, 0, 0))
     store.leave((0, 0, 0))
     assert not store.away
-    with store.using((0, 0, 0)):
+    with store.during_backward((0, 0, 0)):
         loss.backward()
     assert torch.equal(received.grad.cpu(), torch.ones(ONES).exp())
-    return said
-
-
-def test_a_refusal_names_the_cure_and_is_forgotten(cuda):
-    """CUDA tells an error to who starts a kernel next, which is none of ours."""
-    (message,) = cuda(refused)
+    (message,) = said
     assert '2.0 MiB of host memory cannot be page-locked (CUDA error 2)' in message
     assert message.endswith('or offload fewer chunks')
 
 
-def unlocked(sound):
-    """Waits and races of memory that is unlocked, behind its copies or at once."""
-    unlock = (
-        host_memory._unlock
-        if sound
-        else lambda runtime, address, streams: runtime.cudaHostUnregister(address)
-    )
-    with device.recording() as order, mock.patch.object(host_memory, '_unlock', unlock):
+@pytest.mark.parametrize('sound', [True, False])
+@pytest.mark.on_device
+def test_memory_is_unlocked_before_it_is_freed(sound):
+    """Behind its copies; at once is a seeded race."""
+    at_once = mock.patch.object(host_memory, '_unlock', lambda cuda, at, _: _unlock(cuda, at, ()))
+    with device.recording() as order, nullcontext() if sound else at_once:
         store, received, loss = leaving()
         store.begin_out((0, 0, 0))
         store.leave((0, 0, 0))
@@ -60,22 +57,19 @@ def unlocked(sound):
         (nbytes,) = order.locked.values()
         assert nbytes >= received.nbytes
         store.begin_back((0, 0, 0))
-        with store.using((0, 0, 0)):
+        with store.during_backward((0, 0, 0)):
             loss.backward()
         assert device.look(order).locked, 'it is for what leaves next'
         del store, loss
         assert not device.look(order).locked
-    return [wait.what for wait in order.waits], [*map(str, order.races)]
+    assert [wait.what for wait in order.waits] == ['stream.synchronize'] * BOTH_WAYS * sound
+    assert bool(order.races) != sound
+    assert all('free for unlock on the host' in str(race) for race in order.races)
 
 
-@pytest.mark.parametrize('sound', [True, False])
-def test_memory_is_unlocked_before_it_is_freed(cuda, sound):
-    waits, races = cuda(unlocked, sound)
-    assert waits == ['stream.synchronize'] * BOTH_WAYS * sound
-    assert bool(races) != sound and all('free for unlock on the host' in race for race in races)
-
-
-def outgrown():
+@pytest.mark.on_device
+def test_memory_that_is_too_small_is_unlocked_between_iterations():
+    """Not before: copies may be under way, and a driver may wait for the whole device."""
     with device.recording() as order:
         engine = Copies(DEVICE)
         for size in (100, 150):
@@ -87,13 +81,9 @@ def outgrown():
     assert not order.races
 
 
-def test_memory_that_is_too_small_is_unlocked_between_iterations(cuda):
-    """Not before: copies may be under way, and a driver may wait for the whole device."""
-    cuda(outgrown)
-
-
-def both_ways():
-    """A copy out, and one back of what left before, which the stream of the passes waits for."""
+@pytest.mark.on_device
+def test_copies_in_both_directions_at_once():
+    """What comes back, which the passes wait for, is there whether or not what leaves has left."""
     with device.recording() as order:
         engine = Copies(DEVICE)
         first, second, back = (engine.allocate(2048) for _ in '123')
@@ -103,16 +93,13 @@ def both_ways():
         engine.wait(engine.back(left, [back]))
         assert not device.look(order).races and not order.waits
         device.launch('a pass', [], [slab])
-    return [*map(str, order.races)]
-
-
-def test_copies_in_both_directions_at_once(cuda):
-    """What comes back is there whether or not what leaves has left."""
-    (race,) = cuda(both_ways)
+    (race,) = map(str, order.races)
     assert race.startswith('a pass on stream 0') and 'wait for copy to the host' in race
 
 
-def used_again(sound):
+@pytest.mark.parametrize('sound', [True, False])
+@pytest.mark.on_device
+def test_memory_of_the_host_is_used_again_behind_what_has_read_it(sound):
     with device.recording() as order:
         engine = Copies(DEVICE)
         storage = engine.allocate(2048)
@@ -123,31 +110,24 @@ def used_again(sound):
             engine._read.clear()
         again, _ = engine.out([engine.allocate(2048)])
         assert again is left
-    return [*map(str, order.races)]
+    assert bool(order.races) != sound
+    assert all('does not wait for copy to the device' in str(race) for race in order.races)
 
 
-@pytest.mark.parametrize('sound', [True, False])
-def test_memory_of_the_host_is_used_again_behind_what_has_read_it(cuda, sound):
-    races = cuda(used_again, sound)
-    assert bool(races) != sound
-    assert all('does not wait for copy to the device' in race for race in races)
-
-
-def nothing():
+@pytest.mark.on_device
+def test_nothing_to_copy_locks_nothing():
+    """Nor is anything said: a driver refuses to lock no bytes."""
     with device.recording() as order:
         engine = Copies(DEVICE)
         slab, mark = engine.out([])
         engine.wait(mark)
         engine.free(slab)
-    return order.page_locked
+    assert order.page_locked == []
 
 
-def test_nothing_to_copy_locks_nothing(cuda):
-    """Nor is anything said: a driver refuses to lock no bytes."""
-    assert cuda(nothing) == []
-
-
-def beside_passes():
+@pytest.mark.on_device
+def test_copies_beside_the_passes_are_in_order():
+    """Each use of memory comes behind the copy or the pass before it."""
     with device.recording() as order:
         bundle = SavedActivations(Copies(DEVICE), frozenset(), small=1)
         received = torch.ones(64, device=DEVICE).requires_grad_()
@@ -164,8 +144,3 @@ def beside_passes():
         assert locked >= bundle.bytes.moved > 0
     assert not order.races and not order.waits
     assert torch.equal(received.grad.cpu(), 2 * torch.ones(64).exp())
-
-
-def test_copies_beside_the_passes_are_in_order(cuda):
-    """Each use of memory comes behind the copy or the pass before it."""
-    cuda(beside_passes)

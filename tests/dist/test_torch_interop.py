@@ -1,10 +1,7 @@
 """Our schedules run in torch.distributed.pipelining, and its CSVs load and are checked here."""
 
-from __future__ import annotations
-
 import csv
 import io
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 from test_executor import check_run
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -79,7 +75,7 @@ def run_files(folder: Path, rank: int, group: dist.ProcessGroup) -> None:
 
 
 @pytest.fixture(scope='module')
-def ran(ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ran(ranks, tmp_path_factory):
     """By number of ranks, a folder with the CSVs of our schedules and what came of them."""
     folder = tmp_path_factory.mktemp('torch')
     for size in RANKS:
@@ -93,7 +89,7 @@ def ran(ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.mark.parametrize('name', names(plain=True))
 @pytest.mark.parametrize('num_ranks', RANKS)
-def test_ours_runs_in_torch(ran: Path, num_ranks: int, name: str) -> None:
+def test_ours_runs_in_torch(ran, num_ranks, name):
     folder = ran / str(num_ranks)
     schedule = formats.load(folder / f'{name}.csv')
     modules = [stage_module(stage) for stage in range(schedule.num_stages)]
@@ -145,9 +141,7 @@ def their_schedule(
 
 @pytest.mark.parametrize(('num_ranks', 'microbatches'), [(2, 4), (4, 8), (4, 12)])
 @pytest.mark.parametrize(('family', 'chunks', 'placement'), OTHERS)
-def test_theirs_passes_our_checker(
-    family: type, chunks: int, placement: str, num_ranks: int, microbatches: int
-) -> None:
+def test_theirs_passes_our_checker(family, chunks, placement, num_ranks, microbatches):
     schedule = their_schedule(family, chunks, placement, num_ranks, microbatches)
     check(schedule)
     assert schedule.placement.name == placement
@@ -156,18 +150,18 @@ def test_theirs_passes_our_checker(
 
 
 @pytest.mark.parametrize(('family', 'chunks', 'placement'), OTHERS)
-def test_theirs_runs_here(ranks, family: type, chunks: int, placement: str) -> None:
+def test_theirs_runs_here(ranks, family, chunks, placement):
     check_run(ranks, their_schedule(family, chunks, placement, 2, 4))
 
 
-def test_gpipe_drops_what_torch_lowered() -> None:
+def test_gpipe_drops_what_torch_lowered():
     order = torch_order(torch_schedules.ScheduleGPipe, 4, [0], 8)
     with pytest.warns(UserWarning, match='dropped 4 '):
         check(formats.from_torch_csv(dumped(order)))
 
 
 @pytest.mark.parametrize('chunks', [1, 2])
-def test_breadth_first_goes_back_in_order(ranks, chunks: int) -> None:
+def test_breadth_first_goes_back_in_order(ranks, chunks):
     """torch goes back from the last microbatch on; here the first comes first, as gradients are
     added by 1F1B."""
     order = torch_order(torch_schedules.ScheduleLoopedBFS, 2, [2 * k for k in range(chunks)], 3)
@@ -177,7 +171,7 @@ def test_breadth_first_goes_back_in_order(ranks, chunks: int) -> None:
     check_run(ranks, schedule)
 
 
-def test_other_orders_stay() -> None:
+def test_other_orders_stay():
     """Where stages go back in orders of their own, no number makes them one."""
     text = '0F0,0F1,0B0,0B1\n1F0,1F1,1B1,1B0\n'
     schedule = formats.in_microbatch_order(formats.from_torch_csv(text))
@@ -186,7 +180,7 @@ def test_other_orders_stay() -> None:
         check(schedule)
 
 
-def test_torch_misdraws_1f1b() -> None:
+def test_torch_misdraws_1f1b():
     """torch draws the last rank's microbatches from 1 on; it does not run that drawing."""
     order = torch_order(torch_schedules.Schedule1F1B, 4, [0], 8)
     with pytest.warns(UserWarning, match='dropped'):
@@ -195,7 +189,7 @@ def test_torch_misdraws_1f1b() -> None:
         check(schedule)
 
 
-def test_lowered_csv_keeps_its_passes() -> None:
+def test_lowered_csv_keeps_its_passes():
     """compute_comms, which torch writes by default: what it added is dropped with a note."""
     theirs = torch_schedules.ScheduleZBVZeroBubble(stand_ins(2, [0, 3]), 6)
     with pytest.warns(UserWarning, match='sends, receives'):

@@ -1,21 +1,21 @@
-"""Pictures of an iteration: planned beside measured, all ranks in one trace; profiles."""
+"""Iterations of ranks: pictures, means of an interval, and clocks that are hours apart."""
 
 import json
+from dataclasses import asdict
+from statistics import fmean
 
 import pytest
 import torch
 import torch.distributed as dist
-from timed import Pipeline, ShiftedClock
+from timed import ShiftedClock, TimedPipeline
 from vocabulary import executor, split_1f1b
 
+from megatron_zbpp import Costs, Pass, build
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.cli import main
 from megatron_zbpp.guests.base import Change, ModelLayers
 from megatron_zbpp.guests.tracing import Tracer
-from megatron_zbpp.ir import Pass
-from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.runtime.measure import Iteration
-from megatron_zbpp.schedules import build
+from megatron_zbpp.runtime.measure import Interval, Iteration
 
 
 def trace(folder, costs):
@@ -23,7 +23,7 @@ def trace(folder, costs):
     tracer, drawn = Tracer(folder), []
     clock = ShiftedClock(100.0 * dist.get_rank())
     for name in ('zb-h1', '1f1b'):
-        pipeline = Pipeline(build(name, dist.get_world_size(), 4), clock)
+        pipeline = TimedPipeline(build(name, dist.get_world_size(), 4), clock)
         for i in range(7):
             tracer.after(pipeline.run(), None)
             dist.barrier()
@@ -89,7 +89,7 @@ SLICED = build('seq1f1b-zb', 2, 2, num_slices=3)
 
 def sliced(folder):
     """Returns what each rank held at most, once there are pictures."""
-    tracer, pipeline = Tracer(folder), Pipeline(SLICED, ShiftedClock(100.0 * dist.get_rank()))
+    tracer, pipeline = Tracer(folder), TimedPipeline(SLICED, ShiftedClock(100.0 * dist.get_rank()))
     tracer.starts(lambda: ModelLayers('Et|tL', alike=True))
     for _ in range(5):
         tracer.after(iteration := pipeline.run(), None)
@@ -119,18 +119,14 @@ def test_slices(ranks, tmp_path):
     assert (tmp_path / 'same.json').read_text() == (tmp_path / 'layers.json').read_text()
 
 
-def profile(schedule):
-    pipeline = Pipeline(schedule, ShiftedClock(0.0))
+@pytest.mark.on_ranks(2)
+def test_profiles_name_passes():
+    schedule = build('zb-v', 2, 3)
+    pipeline = TimedPipeline(schedule, ShiftedClock(0.0))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         pipeline.run()
-    return [event.name for event in profiler.events() if event.name.startswith('PP:')]
-
-
-def test_profiles_name_passes(ranks):
-    schedule = build('zb-v', 2, 3)
-    found = ranks(2).run(profile, schedule)
-    for names, order in zip(found, schedule.passes, strict=True):
-        assert names == [f'PP:{p}' for p in order]
+    names = [event.name for event in profiler.events() if event.name.startswith('PP:')]
+    assert names == [f'PP:{p}' for p in schedule.passes[dist.get_rank()]]
 
 
 def sharded(folder):
@@ -160,3 +156,61 @@ def test_collectives(ranks, tmp_path):
         assert begun[f'all-gather statistics {i}', 0] == pytest.approx(made)
         assert begun[f'reduce vocabulary {i}', 0] == ended[f'all-gather statistics {i}', 0]
         assert begun[f'broadcast hidden {i}', 1] == pytest.approx(ends[f'1F{i}'])
+
+
+# ---- A line of the log tells the mean of all iterations since the line before.
+
+
+@pytest.mark.on_ranks(2)
+def test_mean_of_the_interval():
+    """One iteration of the first three has three times as many microbatches as the others."""
+    each, found, interval = [], [], Interval()
+    schedules = [build('1f1b', 2, m) for m in (6, 2, 2, 2, 2)]
+    assert interval.figures() is None
+    for at, schedule in enumerate(schedules):
+        iteration = TimedPipeline(schedule, ShiftedClock(0.0)).run()
+        each.append(iteration.figures())
+        interval.add(iteration)
+        if at in (2, len(schedules) - 1):
+            found.append(interval.figures((at, at // 3)))
+    assert interval.figures() is None
+    for some, figures in ((each[:3], found[0]), (each[3:], found[1])):
+        for name in ('bubble', 'idle'):
+            mean = fmean(asdict(one)[name] for one in some)
+            assert asdict(figures)[name] == pytest.approx(mean, abs=1e-9)
+        assert all(figures.bubble != one.bubble for one in some), 'of one iteration'
+        assert figures.live == max(one.live for one in some)
+        assert figures.iterations == len(some)
+    assert str(found[1]).endswith('early steps: 2/2, taken back: 1 |')
+
+
+# ---- Ranks whose clocks are hours apart are measured on one.
+
+
+AHEAD = (1000.0, -5.0, 7200.0, 0.25)
+EXACT = 0.2  # seconds: round trips on one host take far less, even where it is busy
+
+
+def measure(schedule):
+    """The iteration of all ranks as put together, this rank's own times, and two numbers of it."""
+    ahead = AHEAD[dist.get_rank()]
+    iteration = TimedPipeline(schedule, ShiftedClock(ahead)).run()
+    own = [(start - ahead, end - ahead) for start, end in iteration.spans()]
+    return iteration.gather(), own, iteration.figures()
+
+
+@pytest.mark.parametrize(('name', 'p'), [('zb-v', 4), ('1f1b', 3), ('zb-h1', 2)])
+def test_one_clock(ranks, name, p):
+    results = ranks(p).run(measure, build(name, p, 6))
+    measurement = results[0][0]
+    timeline = measurement.timeline
+    assert min(timeline.lags().values()) > -1e-6
+    for found, (same, true, figures) in zip(timeline.spans, results, strict=True):
+        assert same == measurement
+        assert [end - start for start, end in found] == pytest.approx(
+            [end - start for start, end in true], abs=1e-6
+        )
+        assert found[0][0] - AHEAD[0] == pytest.approx(true[0][0], abs=EXACT)
+        assert figures.bubble == pytest.approx(timeline.bubble, abs=1e-6)
+        assert 0 < figures.bubble < 1
+        assert figures.live == max(measurement.peak_activations)

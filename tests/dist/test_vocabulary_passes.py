@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from programs import pairs
-from stages import ROWS, WIDTH
+from stages import message_of
+from test_nccl import MODES
 from vocabulary import CPU, executor, reference, split_1f1b
 
 from devtools import nccl
@@ -19,17 +20,13 @@ from megatron_zbpp.runtime.collectives import Collectives
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
-MODES = {
-    'plain': {},
-    'synchronises': {'synchronises': True},
-    'in order': {'in_order': True},
-    'both': {'synchronises': True, 'in_order': True},
-}
-
 
 def train(p, m):
     run, stage, shard = executor(split_1f1b(p, m))
-    record = run.run()
+    return made_by(run.run(), stage, shard)
+
+
+def made_by(record, stage, shard):
     losses = [each.item() for each in shard.losses]
     return record.passes, losses, [w.grad for w in stage.parameters()], shard.gradient
 
@@ -58,8 +55,7 @@ def train_on_nccl(p, m, mode):
         run, stage, shard = executor(schedule, channels, group, named=device.passing)
         record = run.run()
         device.synchronize()
-    losses = [each.item() for each in shard.losses]
-    return record.passes, losses, [w.grad for w in stage.parameters()], shard.gradient
+    return made_by(record, stage, shard)
 
 
 @pytest.mark.parametrize(
@@ -70,27 +66,19 @@ def test_it_ends_whatever_nccl_makes_wait(ranks, mode):
     require_right(4, 6, ranks(4).run(train_on_nccl, 4, 6, mode))
 
 
-def without_collectives():
-    schedule = split_1f1b(2, 2)
-    channels = Channels(dist.group.WORLD, (), CPU)
-    message = Message((ROWS, WIDTH), torch.float32, CPU)
+def test_without_a_group_for_them_collectives_are_refused():
+    program, store = lower(split_1f1b(2, 2))[0], WeightGradStore()
     actions = {'S': print, 'T': print}
     with pytest.raises(NotImplementedError, match=r'^broadcast\(hidden for 2S0\) is a collective'):
-        Executor(
-            *(lower(schedule)[0], {}, channels, message, WeightGradStore(), HostClock()),
-            actions=actions,
-        )
-
-
-def test_without_a_group_for_them_collectives_are_refused(ranks):
-    ranks(2).run(without_collectives)
+        Executor(program, {}, None, message_of(), store, HostClock(), actions=actions)
 
 
 class Failing(Exception):
     """An error in what a rank contributes."""
 
 
-def fail():
+@pytest.mark.on_ranks(2)
+def test_an_error_beside_the_passes_is_raised_by_whoever_comes_next():
     own = (Pass('S', 2, 0), Pass('S', 3, 0))
     gather = Exchange('all-gather', 'statistics', None, own, own)
     reduce = Exchange('reduce', 'vocabulary', 1, own, own[1:], after='statistics')
@@ -107,11 +95,9 @@ def fail():
             late()
 
 
-def test_an_error_beside_the_passes_is_raised_by_whoever_comes_next(ranks):
-    ranks(2).run(fail)
-
-
-def release():
+@pytest.mark.on_ranks(2)
+def test_memory_of_a_collective_is_let_go_of_with_a_later_result():
+    """Not at the end of the iteration: each holds hidden states."""
     own = (Pass('S', 2, 0), Pass('S', 3, 0))
     gather = Exchange('all-gather', 'statistics', None, own, own)
     collectives = Collectives(dist.new_group(), (0, 1), CPU, {})
@@ -122,12 +108,8 @@ def release():
     assert not collectives._open
 
 
-def test_memory_of_a_collective_is_let_go_of_with_a_later_result(ranks):
-    """Not at the end of the iteration: each holds hidden states."""
-    ranks(2).run(release)
-
-
-def send():
+@pytest.mark.on_ranks(2)
+def test_who_broadcasts_does_not_wait_for_the_others():
     maker, takers = (Pass('F', 1, 0),), (Pass('S', 2, 0), Pass('S', 3, 0))
     broadcast = Exchange('broadcast', 'hidden', 0, maker, takers)
     message = Message((2,), torch.float32, CPU)
@@ -142,7 +124,3 @@ def send():
         sent = collectives.begin(broadcast, torch.ones(2) if root else None)
     assert sent.wait().tolist() == [1, 1]
     begun[0]()
-
-
-def test_who_broadcasts_does_not_wait_for_the_others(ranks):
-    ranks(2).run(send)

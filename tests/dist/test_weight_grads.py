@@ -1,10 +1,19 @@
 """The weight-gradient store by itself: gradients as autograd would have accumulated them."""
 
 import functools
+from contextlib import contextmanager
 
 import torch
 
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
+
+
+@contextmanager
+def backward(store, microbatch=0):
+    """Of a stage and a microbatch, in which layers defer."""
+    store.open((0, microbatch))
+    with store.scope((0, microbatch)):
+        yield
 
 
 def test_gradients_arrive_through_autograd():
@@ -13,8 +22,7 @@ def test_gradients_arrive_through_autograd():
     seen = []
     weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
     for microbatch in range(2):
-        store.open((0, microbatch))
-        with store.scope((0, microbatch)):
+        with backward(store, microbatch):
             assert store.deferring
             store.defer([weight], lambda k=microbatch: [torch.full((2,), k + 1.0)])
         assert not store.deferring
@@ -30,8 +38,7 @@ def test_shared_parameter_accumulates_once():
     store, weight = WeightGradStore(), torch.nn.Parameter(torch.zeros(1))
     hooks = []
     weight.register_post_accumulate_grad_hook(lambda p: hooks.append(p.grad.item()))
-    store.open((0, 0))
-    with store.scope((0, 0)):
+    with backward(store):
         store.defer([weight], lambda: [torch.ones(1)])
         store.defer([weight], lambda: [torch.full((1,), 2.0)])
     store.run((0, 0))
@@ -47,8 +54,7 @@ def test_layers_are_visited_as_backward_does_and_freed():
         visited.append(layer)
         return [torch.ones(1)]
 
-    store.open((0, 0))
-    with store.scope((0, 0)):
+    with backward(store):
         for layer in (2, 1, 0):  # backward defers the last layer first
             store.defer([weights[layer]], lambda layer=layer: compute(layer))
     store.run((0, 0))
@@ -65,8 +71,7 @@ def test_communication_starts_one_layer_ahead():
         events.append(f'compute {layer}')
         return [torch.ones(1)]
 
-    store.open((0, 0))
-    with store.scope((0, 0)):
+    with backward(store):
         for layer, weight in enumerate(weights):
             start = None if layer == 1 else lambda layer=layer: events.append(f'start {layer}')
             held = [shared[layer:], torch.zeros(layer)]
@@ -81,8 +86,7 @@ def test_gradient_that_a_fused_kernel_has_added():
     """None for a parameter: its gradient is where it belongs already."""
     store = WeightGradStore()
     weight, bias = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
-    store.open((0, 0))
-    with store.scope((0, 0)):
+    with backward(store):
         store.defer([weight, bias], lambda: [None, torch.ones(1)])
     store.run((0, 0))
     assert weight.grad is None and bias.grad.item() == 1
@@ -118,8 +122,7 @@ def test_gradients_that_are_left_out():
 
             accumulator.register_hook(hook)
         for microbatch in range(3):
-            store.open((0, microbatch))
-            with store.scope((0, microbatch)):
+            with backward(store, microbatch):
                 for weight in weights:
                     store.defer([weight], lambda k=microbatch: [torch.full((2,), k + 1.0)])
             store.run((0, microbatch))

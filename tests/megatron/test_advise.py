@@ -10,18 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from commands import run
+from forked import run
 from jsonschema import Draft202012Validator
 from paths import ROOT
 
 from megatron_zbpp.cli import main
-from megatron_zbpp.mcore.command_line import doctor
+from megatron_zbpp.emulation import cpu
 from megatron_zbpp.mcore.command_line.advise import AdvisedLine
-from megatron_zbpp.partitioning.advise.job import FULL, NONE, SELECTIVE, Job, Setup
-from megatron_zbpp.partitioning.advise.layer_costs import layer_costs
-from megatron_zbpp.partitioning.advise.prediction import BY_RATES, BY_TIMES, predict
-from megatron_zbpp.partitioning.advise.search import advise
+from megatron_zbpp.partitioning.advice import advise
 from megatron_zbpp.partitioning.layers import Layers
+from megatron_zbpp.partitioning.setup_costs import FULL, NONE, SELECTIVE, Job, Setup, layer_costs
+from megatron_zbpp.partitioning.setup_prediction import BY_RATES, BY_TIMES, predict
 from megatron_zbpp.partitioning.shapes import Shape, layers_of
 
 pytestmark = pytest.mark.one_release
@@ -34,6 +33,7 @@ SIZES = (
 PARALLEL = '--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel '
 RATES = '--tflops 1 --bandwidth 100 --vocab 128'
 LINE = f'{TORCHRUN} {SIZES}{PARALLEL}'
+PLAIN = Setup(2, 2, 1, 1, 1, '1f1b', NONE, True)
 EXPERTS = '--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 '
 
 
@@ -49,42 +49,31 @@ def job_of(line: AdvisedLine, gpus: int = 8) -> Job:
 def test_the_model_and_its_setup() -> None:
     line = read(f'{LINE} --use-distributed-optimizer --transformer-impl local')
     job = job_of(line)
-    assert job.shape == Shape('llama', 8, 64, 4, 128, 32, 1.0, ffn=128, bandwidth=100.0)
-    assert (job.global_batch, job.shards_optimizer, job.overlaps, job.fused) == (
-        16,
-        True,
-        False,
-        False,
+    assert job.shape == Shape(
+        'llama', 8, 64, 4, 128, 32, 1.0, ffn=128, head_dim=16, bandwidth=100.0
     )
-    assert line.own(job) == Setup(2, 2, 1, 1, 1, '1f1b', NONE, True)
+    sizes = job.global_batch, job.shards_optimizer, job.overlaps, job.fused
+    assert sizes == (16, True, False, False)
+    assert line.own(job) == PLAIN
+
+
+FULL_LAYERS = '--recompute-granularity full --recompute-method uniform --recompute-num-layers 1'
 
 
 @pytest.mark.parametrize(
     ('words', 'setup'),
     [
-        (
-            '--num-virtual-stages-per-pipeline-rank 4',
-            Setup(2, 2, 4, 1, 1, 'interleaved', NONE, True),
-        ),
-        ('--pipeline-schedule zb-v', Setup(2, 2, 2, 1, 1, 'zb-v', NONE, True)),
-        (
-            '--recompute-granularity full --recompute-method uniform --recompute-num-layers 1',
-            Setup(2, 2, 1, 1, 1, '1f1b', FULL, True),
-        ),
-        ('--recompute-granularity selective', Setup(2, 2, 1, 1, 1, '1f1b', NONE, True)),
-        (
-            '--recompute-granularity selective --recompute-modules mlp',
-            Setup(2, 2, 1, 1, 1, '1f1b', SELECTIVE, True),
-        ),
-        (
-            '--decoder-first-pipeline-num-layers 3',
-            Setup(2, 2, 1, 1, 1, '1f1b', NONE, True, (3, 5)),
-        ),
+        ('--num-virtual-stages-per-pipeline-rank 4', {'chunks': 4, 'schedule': 'interleaved'}),
+        ('--pipeline-schedule zb-v', {'chunks': 2, 'schedule': 'zb-v'}),
+        (FULL_LAYERS, {'saving': FULL}),
+        ('--recompute-granularity selective', {}),
+        ('--recompute-granularity selective --recompute-modules mlp', {'saving': SELECTIVE}),
+        ('--decoder-first-pipeline-num-layers 3', {'layers': (3, 5)}),
     ],
 )
-def test_setups_of_lines(words: str, setup: Setup) -> None:
+def test_setups_of_lines(words: str, setup: dict[str, Any]) -> None:
     line = read(f'{LINE} {words}')
-    assert line.own(job_of(line)) == setup
+    assert line.own(job_of(line)) == replace(PLAIN, **setup)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +120,8 @@ OF_THE_LINE = """--pipeline-model-parallel-layout Et|tL --decoder-first-pipeline
 def test_proposed_lines_have_nothing_of_the_setup_of_the_line() -> None:
     """Whatever that was made of; and all else."""
     line = read(LINE)
-    line = replace(line, flags=(*line.flags, *OF_THE_LINE.split(), '--lr', '1e-4'))
+    words = (*line.line.words, *OF_THE_LINE.split(), '--lr', '1e-4')
+    line = replace(line, line=replace(line.line, words=words))
     setup = Setup(1, 4, 1, 1, 2, '1f1b', NONE, False)
     words = line.line_of(job_of(line), setup)
     kept = LINE.replace(PARALLEL, '').replace('--micro-batch-size 1 ', '').split()
@@ -216,7 +206,7 @@ def asked(words: str, *more: str, rates: str = RATES) -> list[str]:
 @pytest.fixture(autouse=True)
 def imported(monkeypatch) -> None:
     """Megatron is imported already, as these tests are in one process with others."""
-    monkeypatch.setattr(doctor, '_make_importable', lambda: None)
+    monkeypatch.setattr(cpu, 'install', lambda: None)
 
 
 def test_printed(capsys, monkeypatch) -> None:

@@ -1,14 +1,18 @@
 """Our flags: what they ask for is done, and what cannot work ends in one line."""
 
-from __future__ import annotations
-
 import argparse
+import json
 from unittest import mock
 
 import pytest
-from parsed_flags import MEGATRONS, PLACED, parsed, refused
+from parsed_flags import MEGATRONS, PLACED, parse, parsed, refused
 
+from megatron_zbpp.ir import files
+from megatron_zbpp.ir.formats import to_torch_csv
 from megatron_zbpp.mcore.command_line.flags import FLAGS
+from megatron_zbpp.mcore.programs import Programs
+from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.schedules import build
 
 
 def test_nothing_asked_nothing_done(ranks):
@@ -33,28 +37,6 @@ def test_what_is_about_a_schedule_wants_one(ranks):
     assert ' are about a --pipeline-schedule: give that, too' in refused(ranks, *both)
 
 
-@pytest.mark.parametrize('name', ['clean-steps', 'check-interval'])
-def test_post_validation_after_no_steps(ranks, name):
-    flags = ['--pipeline-schedule', 'zb-v', '--enable-optimizer-post-validation']
-    flags += [f'--optimizer-post-validation-{name}']
-    said = refused(ranks, *flags, -1)
-    assert f'{flags[-1]} is -1: give a whole number from 0 up' in said
-    assert parsed(ranks, *flags, 0).code is None
-
-
-def rerun_mode(words):
-    from megatron_zbpp.mcore.command_line import sizes
-
-    args = argparse.Namespace(rerun_mode='validate_results')
-    return sizes.disable_rerun_checks(args, words), args.rerun_mode
-
-
-def test_reruns_are_left_out_unless_asked_for(ranks):
-    asked = ['--rerun-mode=validate_results']
-    assert ranks(2).run(rerun_mode, []) == [(True, 'disabled')] * 2
-    assert ranks(2).run(rerun_mode, asked) == [(False, 'validate_results')] * 2
-
-
 def test_that_reruns_are_left_out_is_said_once(ranks):
     """On one rank of all: `of_all` holds that the others say nothing."""
     early = ['--pipeline-schedule', 'zb-v', '--enable-optimizer-post-validation']
@@ -63,82 +45,18 @@ def test_that_reruns_are_left_out_is_said_once(ranks):
 
 
 @pytest.mark.parametrize(
-    ('flags', 'changes', 'said'),
+    ('schedule', 'changes', 'said'),
     [
-        ('--pipeline-schedule zb-w', {}, ("unknown schedule 'zb-w'", "mean 'zb-v'")),
-        (
-            '--pipeline-schedule zb-h1 --pipeline-schedule-memory-limit 2',
-            {},
-            ('zb-h1', 'no --pipeline-schedule-memory-limit (given 2.0)', 'zb-1p'),
-        ),
-        (
-            '--pipeline-schedule zb-1p --pipeline-schedule-memory-limit 0.5',
-            {},
-            ('0.5 is too small', 'at least'),
-        ),
-        (
-            '--pipeline-schedule zb-v --pipeline-watchdog-timeout -1',
-            {},
-            ('--pipeline-watchdog-timeout is -1.0', 'from 0 up'),
-        ),
-        ('--pipeline-schedule zb-v', {'num_layers': 3}, ('3 layers', '4 stages', '--num-layers')),
-        ('--pipeline-schedule zb-h1', {'num_layers': 1}, ('1 layers', '2 stages', '--num-layers')),
-        ('--pipeline-schedule zb-v', {'num_layers': None}, ('--num-layers is missing',)),
-        (
-            '--pipeline-schedule zb-h1',
-            {'num_virtual_stages_per_pipeline_rank': 2},
-            ('zb-h1', '2 chunks', 'exactly 1'),
-        ),
-        (
-            '--pipeline-schedule zb-v',
-            {'num_layers_per_virtual_pipeline_stage': 3},
-            ('--num-layers-per-virtual-pipeline-stage 3', '4 layers', 'leave it out'),
-        ),
-        (
-            '--pipeline-schedule zb-v',
-            {'pipeline_model_parallel_layout': 'Et|t|ttL'},
-            ('Et|t|ttL has 3 stages', '2 pipeline ranks', 'divided by |'),
-        ),
-        (
-            '--pipeline-schedule zb-v',
-            {'pipeline_model_parallel_layout': 'Et|t|q|tL'},
-            ('--pipeline-model-parallel-layout Et|t|q|tL', 'character: q'),
-        ),
-        ('--pipeline-schedule zb-v', {'yaml_cfg': 'a.yaml'}, ('--yaml-cfg', 'as flags')),
-        (
-            '--pipeline-schedule zb-v',
-            {'use_checkpoint_args': True},
-            ('--use-checkpoint-args', 'as flags'),
-        ),
-        (
-            '--pipeline-schedule zb-v',
-            {'decoder_first_pipeline_num_layers': 1},
-            ('--decoder-first-pipeline-num-layers 1', '2 chunks', 'give a multiple'),
-        ),
-        (
-            '--pipeline-schedule zb-v',
-            {
-                'decoder_last_pipeline_num_layers': 2,
-                'pipeline_model_parallel_layout': 'Et|t|t|tL',
-            },
-            ('--pipeline-model-parallel-layout', 'drop --decoder-first-pipeline-num-layers'),
-        ),
-        (
-            '--pipeline-schedule zb-v',
-            {'decoder_last_pipeline_num_layers': 8},
-            ('4 layers cannot be placed on 4 stages', '{3: 4} (layers by stage) are given'),
-        ),
-        (
-            '--pipeline-schedule zb-interleaved',
-            {'hybrid_layer_pattern': '-*|*-', 'num_layers': None},
-            ('--hybrid-layer-pattern has 2 segments', 'places 4 stages'),
-        ),
+        ('zb-w', {}, "mean 'zb-v'"),
+        ('zb-h1', {'num_layers': 1}, '1 layers cannot be placed on 2 stages'),
+        ('zb-h1', {'num_virtual_stages_per_pipeline_rank': 2}, 'zb-h1 cannot have 2 chunks'),
+        ('zb-v', {'decoder_last_pipeline_num_layers': 8}, '{3: 4} (layers by stage) are given'),
     ],
-    ids=lambda value: '-'.join(value) if isinstance(value, dict) else None,
+    ids=str,
 )
-def test_refused(ranks, flags, changes, said):
-    error = refused(ranks, *flags.split(), **changes)
-    assert all(words in error for words in said), error
+def test_refused(ranks, schedule, changes, said):
+    """In one line, with exit code 2; `test_message_cures.py` has each message and its cures."""
+    assert said in refused(ranks, '--pipeline-schedule', schedule, **changes)
 
 
 def test_one_rank_has_no_pipeline(ranks):
@@ -149,8 +67,6 @@ def test_one_rank_has_no_pipeline(ranks):
 
 def test_one_rank_takes_no_wrong_values(ranks, tmp_path):
     """As with several ranks, all at once; a plan of several ranks is right, and changes nothing."""
-    from megatron_zbpp.schedules import build
-
     words = '--pipeline-schedule zb-v --pipeline-clip 3 --pipeline-watchdog-timeout abc'.split()
     told = parsed(ranks, *words, pipeline_model_parallel_size=1)
     assert told.code == 2 and told.said == parsed(ranks, *words).said
@@ -171,37 +87,21 @@ def test_deferral_of_the_embedding_is_superseded(ranks):
     assert '--defer-embedding-wgrad-compute has no effect: the schedule places' in found.said
 
 
-def numbers_of_microbatches(changes):
-    from megatron_zbpp.mcore.command_line import sizes
-
-    return sizes.microbatches(argparse.Namespace(**{**MEGATRONS, **changes}), 4)
-
-
 @pytest.mark.parametrize(
     ('changes', 'expected'),
     [
-        ({'global_batch_size': 8}, {4}),
-        ({'global_batch_size': None}, {1}),
-        ({'global_batch_size': 16, 'rampup_batch_size': ['4', '4', '100']}, {2, 8}),
-        ({'global_batch_size': None, 'step_batch_size_schedule': '0:4 2B:16'}, {2, 8}),
+        ({'global_batch_size': 8}, [4]),
+        ({'global_batch_size': None}, [1]),
+        ({'global_batch_size': 16, 'rampup_batch_size': ['4', '4', '100']}, [2, 8]),
+        ({'global_batch_size': None, 'step_batch_size_schedule': '0:4 2B:16'}, [2, 8]),
     ],
     ids=str,
 )
-def test_numbers_of_microbatches(ranks, changes, expected):
+def test_numbers_of_microbatches(changes, expected):
     """Each schedule is built before anything starts, so that what it cannot do is said then."""
-    for found in ranks(2).run(numbers_of_microbatches, changes):
-        assert found == expected
+    from megatron_zbpp.mcore.job.sizes import Sizes
 
-
-def sizes_between(changes, schedule='zb-v'):
-    from megatron_zbpp.mcore.command_line import sizes
-    from megatron_zbpp.mcore.programs import Programs
-    from megatron_zbpp.mcore.settings import Settings
-
-    args = argparse.Namespace(**{**MEGATRONS, **changes})
-    with mock.patch.object(Programs, 'schedule') as made:
-        sizes.require_every_size(args, 4, Programs(Settings(schedule)))
-    return [call.args for call in made.call_args_list]
+    assert Sizes(argparse.Namespace(**{**MEGATRONS, **changes})).microbatches(4) == expected
 
 
 @pytest.mark.parametrize(
@@ -216,35 +116,39 @@ def sizes_between(changes, schedule='zb-v'):
     ],
     ids=str,
 )
-def test_sizes_of_ramp_ups_and_evaluations(ranks, changes, expected):
-    for found in ranks(2).run(sizes_between, changes):
-        assert found == [(2, count) for count in expected]
-    evaluations = 'rampup_batch_size' not in changes
-    for found in ranks(2).run(sizes_between, changes, 'pipedream'):
-        assert found == ([] if evaluations else [(2, count) for count in expected])
+def test_sizes_of_ramp_ups_and_evaluations(changes, expected):
+    """Evaluations of an asynchronous schedule drain, by another one."""
+    from megatron_zbpp.mcore.job.sizes import Sizes
+
+    sizes = Sizes(argparse.Namespace(**{**MEGATRONS, **changes}))
+    for schedule, evaluates in (('zb-v', True), ('pipedream', False)):
+        with mock.patch.object(Programs, 'schedule') as made:
+            sizes.require_every_size(4, Programs(Settings(schedule)))
+        asked = evaluates or 'rampup_batch_size' in changes
+        assert [call.args[1] for call in made.call_args_list] == expected * asked
 
 
 def test_all_that_is_wrong_is_told_at_once(ranks):
     """A line each, as each would be told alone, in one order; what depends on one is not asked."""
-    wrong = {
-        '--pipeline-message-ctas 1.5': 'give a whole number from 1 up',
-        '--pipeline-watchdog-timeout abc': "is 'abc': give a number from 0 up",
-        '--pipeline-message-priority hi': "give 'high' or 'group'",
+    wrong = {  # in the order of the table of options
         '--pipeline-clip 3': "give 'stage' or 'global'",
+        '--pipeline-message-ctas 1.5': 'give a whole number from 1 up',
+        '--pipeline-message-priority hi': "give 'high' or 'group'",
+        '--pipeline-watchdog-timeout abc': "is 'abc': give a number from 0 up",
     }
     alone = [refused(ranks, '--pipeline-schedule', 'zb-v', *words.split()) for words in wrong]
     assert all(cure in line for line, cure in zip(alone, wrong.values(), strict=True)), alone
     words = ' '.join(reversed(wrong)).split()
     together = parsed(ranks, '--pipeline-schedule', 'zb-v', *words)
     assert together.code == 2 and together.said == ''.join(alone)
-    # chunks of Megatron's own flags beside; of an unknown schedule nothing else can be said
+    # chunks of Megatron's own flags beside, and an unknown schedule
     told = parsed(
-        ranks, '--pipeline-schedule', 'zb-v', *words[:2], num_virtual_stages_per_pipeline_rank=3
+        ranks, '--pipeline-schedule', 'zb-v', *words[6:], num_virtual_stages_per_pipeline_rank=3
     )
-    assert told.said.count('\n') == 2 and told.said.endswith(alone[3])
+    assert told.said.count('\n') == 2 and told.said.endswith(alone[0])
     assert '--num-virtual-stages-per-pipeline-rank' in told.said.splitlines()[0]
-    told = parsed(ranks, '--pipeline-schedule', 'zb-q', *words[:2], *words[4:6])
-    assert told.said.count('\n') == 2 and 'unknown schedule' in told.said, told
+    told = parsed(ranks, '--pipeline-schedule', 'zb-q', *words[6:], *words[:2])
+    assert told.said.count('\n') == 3 and 'unknown schedule' in told.said, told
 
 
 def test_what_argparse_refuses_is_told_beside(ranks):
@@ -281,3 +185,253 @@ def test_what_is_refused_is_told_beside_wrong_values(ranks):
     words[1] = 'slimpipe'
     told = parsed(ranks, *words, defer_embedding_wgrad_compute=True)
     assert told.said == refused(ranks, *words), told
+
+
+def test_megatrons_list_of_arguments_has_no_flags_of_other_forks():
+    """Which would look switched off while a schedule of ours runs."""
+    from megatron_zbpp.mcore.command_line import flags
+
+    parser = argparse.ArgumentParser()
+    flags.add_arguments(parser)
+    ours = {each.dest for each in flags.FLAGS}
+    assert vars(parser.parse_args([])).keys() == ours
+    named = vars(parser.parse_args(['--enable-zero-bubble']))
+    assert named.keys() == {*ours, 'enable_zero_bubble'} and named['enable_zero_bubble'] is True
+
+
+@pytest.mark.parametrize(
+    ('flags', 'source', 'instead'),
+    [
+        (['--enable-zero-bubble'], ('zb-1p', None, None), '--pipeline-schedule zb-1p'),
+        (
+            ['--enable-zero-bubble', '--zero-bubble-max-pending-backward', 4],
+            ('zb-1p', None, 4),
+            '--pipeline-schedule zb-1p --pipeline-schedule-memory-limit 4.0',
+        ),
+        (
+            ['--enable-zero-bubble', '--zero-bubble-max-pending-backward', 'auto'],
+            ('zb-1p', None, None),
+            '--pipeline-schedule zb-1p',
+        ),
+        (['--zero-bubble-v-schedule'], ('zb-v', None, None), '--pipeline-schedule zb-v'),
+        (
+            ['--enable-zero-bubble', '--zero-bubble-v-schedule'],
+            ('zb-v', None, None),
+            '--pipeline-schedule zb-v',
+        ),
+        *(
+            (
+                ['--zero-bubble-v-schedule', '--zero-bubble-v-schedule-mem-setup', setup],
+                (name, None, None),
+                f'--pipeline-schedule {name}',
+            )
+            for setup, name in (('zb', 'zb-v'), ('half', 'v-half'), ('min', 'v-min'))
+        ),
+        (['--enable-1f1b-v'], ('1f1b-v', None, None), '--pipeline-schedule 1f1b-v'),
+        (['--enable-zbh1-pipeline'], ('zb-h1', None, None), '--pipeline-schedule zb-h1'),
+        (
+            ['--enable-zbh1-pipeline', '--pipeline-schedule', 'zb-h1'],
+            ('zb-h1', None, None),
+            '--pipeline-schedule zb-h1',
+        ),
+    ],
+    ids=lambda value: ' '.join(map(str, value)) if isinstance(value, list) else '',
+)
+def test_aliases(ranks, flags, source, instead):
+    found = parsed(ranks, *flags)
+    assert found.result.source == source
+    assert found.said == f'megatron_zbpp: deprecated flags: use {instead}\n'
+    again = parsed(ranks, *instead.split())
+    assert again.result == found.result and not again.said
+
+
+@pytest.mark.parametrize(
+    ('flags', 'said'),
+    [
+        (['--enable-zb-runtime'], 'every --pipeline-schedule has its runtime'),
+        (['--offload-time', 4], '--pipeline-offload auto measures how long copies take'),
+        (['--auto-offload-time'], '--pipeline-offload auto measures how long copies take'),
+        (['--interleave-group-size', 4], 'a schedule has its own order of microbatches'),
+        (['--allow-padding-num-layers'], 'layers need not divide among the stages'),
+        (['--enable-exactly-numeric-match'], 'all numbers match exactly, always'),
+        (['--zero-bubble-pipeline-timers-end-iter', 9], '--pipeline-schedule-profile-iters'),
+        (['--zero-bubble-max-pending-backward', 4], 'a limit for --enable-zero-bubble alone'),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else '',
+)
+def test_needless_aliases(ranks, flags, said):
+    found = parsed(ranks, '--pipeline-schedule', 'zb-v', *flags)
+    assert found.result.source == ('zb-v', None, None)
+    assert found.said.count('\n') == 1
+    assert found.said.startswith(f'megatron_zbpp: {flags[0]} ')
+    assert 'has no effect' in found.said and said in found.said
+
+
+def test_chunks_to_offload(ranks):
+    """`--offload-chunk-num` of the research fork is our --pipeline-offload."""
+    found = parsed(ranks, '--pipeline-schedule', 'zb-v', '--offload-chunk-num', 1)
+    assert found.code is None, found.said
+    assert found.said == 'megatron_zbpp: deprecated flags: use --pipeline-offload 1\n'
+
+
+def schedule_file(folder, drop=0):
+    """ZB-V in a file, without its last passes on rank 0."""
+    rows = to_torch_csv(build('zb-v', 2, 4)).splitlines()
+    if drop:
+        rows[0] = ','.join(rows[0].split(',')[:-drop])
+    path = folder / 'schedule.csv'
+    path.write_text('\n'.join(rows))
+    return path
+
+
+def test_file(ranks, tmp_path):
+    found = parsed(ranks, '--pipeline-schedule-file', schedule_file(tmp_path))
+    assert found.code is None and found.result.source.name == 'schedule'
+    assert found.result.placed['pipeline_model_parallel_layout'] == 'Et|t|t|tL'
+
+
+def test_refused_files(ranks, tmp_path):
+    path = tmp_path / 'schedule.csv'
+    flags = ['--pipeline-schedule-file', path]
+    error = refused(ranks, *flags)
+    assert 'No such file' in error and str(path) in error
+    path.write_text('0F0,oops')
+    error = refused(ranks, *flags)
+    assert f"{path}: row 0, column 1: 'oops' is not an action" in error and 'such as' in error
+    path.write_text('{"schedule": 1}')
+    assert str(path) in refused(ranks, *flags)
+    schedule_file(tmp_path)
+    error = refused(ranks, *flags, rampup_batch_size=['2', '2', '8'])
+    assert 'for 4 microbatches, not 2: change' in error
+    error = refused(ranks, *flags, eval_global_batch_size=6)
+    assert '--eval-global-batch-size gives batches of 6, 6 microbatches: schedule' in error
+    assert 'for 4 microbatches, not 6: change' in error
+    error = refused(ranks, *flags, eval_micro_batch_size=2)
+    assert '--eval-micro-batch-size gives batches of 4, 2 microbatches: schedule' in error
+    evaluations = {'eval_global_batch_size': 8, 'eval_micro_batch_size': 2}
+    for none in (evaluations, {'eval_global_batch_size': 6, 'eval_iters': 0}):
+        assert parsed(ranks, *flags, **none).code is None
+    error = refused(ranks, *flags, eval_global_batch_size=6, eval_iters=0, full_validation=True)
+    assert 'for 4 microbatches, not 6: change' in error
+    schedule_file(tmp_path, drop=1)
+    assert '`zbpp check` shows the place' in refused(ranks, *flags)
+
+
+@pytest.mark.parametrize('given', ['name', 'file'])
+def test_two_routes_of_another_size(ranks, tmp_path, given):
+    """Before a model is built: one chunk of each stage would train on half of the microbatches."""
+    flags = ['--pipeline-schedule', 'two_ways:two-ways']
+    if given == 'file':
+        path = tmp_path / 'two-ways.json'
+        path.write_text(build(flags[1], 2, 4).to_json())
+        flags = ['--pipeline-schedule-file', path]
+    said = (
+        'makes 2 ways through the ranks, not 1: say' if given == 'name' else 'give an even number'
+    )
+    assert said in refused(ranks, *flags)
+
+
+def plan_file(folder, layout='Ettt|tL'):
+    """A plan of two ranks and four microbatches."""
+    path = folder / 'plan.json'
+    schedule = json.loads(build('zb-h1', 2, 4).to_json())
+    path.write_text(json.dumps({'layout': layout, 'cuts': [4, 2], 'schedule': schedule}))
+    return path
+
+
+def test_a_plan_brings_its_layout(ranks, tmp_path):
+    plan = ['--pipeline-schedule-file', plan_file(tmp_path)]
+    for given in (None, 'Ettt|tL', 'Et*3|tL'):
+        found = parsed(ranks, *plan, pipeline_model_parallel_layout=given)
+        assert found.code is None and 'layers as the plan has them: Ettt|tL' in found.said
+        assert found.result.placed['pipeline_model_parallel_layout'] == 'Ettt|tL'
+
+
+@pytest.mark.parametrize(
+    ('layout', 'said'), [('Ettt|tmL', '--mtp-num-layers 0'), (3, 'layout 3 is not a text')]
+)
+def test_a_plan_of_another_model(ranks, tmp_path, layout, said):
+    assert said in refused(ranks, '--pipeline-schedule-file', plan_file(tmp_path, layout))
+
+
+def reads(plan):
+    """How often its file is read while the flags are."""
+    with mock.patch.object(files, 'content_of', side_effect=files.content_of) as text:
+        assert parse(['--pipeline-schedule-file', plan], {}).code is None
+    return text.call_count
+
+
+def test_a_plan_is_read_once(ranks, tmp_path):
+    assert ranks(2).run(reads, plan_file(tmp_path)) == [1, 1]
+
+
+_, EMBEDDING, LOSS, BY_LAYERS, CHUNKS = PLACED
+
+
+@pytest.mark.parametrize(
+    ('schedule', 'changes', 'expected'),
+    [
+        ('zb-h1', {}, None),
+        ('zb-h1', {'num_layers': 5}, 'Ettt|ttL'),
+        ('zb-v', {}, 'Et|t|t|tL'),
+        ('zb-v', {'num_layers': 6}, 'Et|tt|tt|tL'),
+        ('zb-v', {'num_layers': 6, EMBEDDING: True, LOSS: True}, 'Et|tt|tt|tL'),
+        ('zb-h1', {'num_layers': 6, EMBEDDING: True, LOSS: True}, None),
+        ('zb-v', {'pipeline_model_parallel_layout': 'E|tt|t|tL'}, 'E|tt|t|tL'),
+        ('zb-v', {BY_LAYERS: 1}, 'Et|t|t|tL'),
+        ('zb-v', {CHUNKS: 2}, 'Et|t|t|tL'),
+        ('interleaved', {'num_layers': 8}, 'Ett|tt|tt|ttL'),
+        ('interleaved', {'num_layers': 8, BY_LAYERS: 1}, 'Et|t|t|t|t|t|t|tL'),
+        ('interleaved', {'num_layers': 7, BY_LAYERS: 1, LOSS: True}, 'Et|t|t|t|t|t|t|L'),
+        ('zb-v', {'num_layers': 7, 'decoder_first_pipeline_num_layers': 2}, 'Et|tt|tt|ttL'),
+        (
+            'interleaved',
+            {'num_layers': 8, CHUNKS: 2, 'decoder_last_pipeline_num_layers': 2},
+            'Ettt|t|ttt|tL',
+        ),
+        ('zb-h1', {'num_layers': 7, 'decoder_first_pipeline_num_layers': 3}, None),
+        ('zb-v', {'num_layers': 7, 'mtp_num_layers': 1}, 'Ett|tt|tt|tmL'),
+    ],
+    ids=str,
+)
+def test_layers_are_placed(ranks, schedule, changes, expected):
+    found = parsed(ranks, '--pipeline-schedule', schedule, **changes)
+    assert found.code is None, found.said
+    assert found.result.placed['pipeline_model_parallel_layout'] == expected
+    if expected is None:  # Megatron's own
+        assert found.result.placed == {
+            **found.result.placed,
+            **{k: v for k, v in changes.items() if k in PLACED},
+        }
+    else:
+        assert not any(value for name, value in found.result.placed.items() if 'layout' not in name)
+
+
+@pytest.mark.parametrize(
+    ('schedule', 'pattern', 'expected'),
+    [
+        ('zb-v', '*-*-*-/MM', '*|-*|-*|-/MM'),
+        ('zb-v', '*|-|*|-', '*|-|*|-'),
+        ('zb-h1', '*-*-', '*-*-'),
+        ('zb-interleaved', '*-*-', '*|-|*|-'),
+    ],
+)
+def test_a_hybrid_pattern_is_divided(schedule, pattern, expected):
+    from megatron_zbpp.mcore.job.sizes import Sizes
+
+    sizes = Sizes(argparse.Namespace(**MEGATRONS, hybrid_layer_pattern=pattern))
+    placed = sizes.with_(sizes.placed(Programs(Settings(schedule)).placement(2)))
+    assert placed.hybrid_layer_pattern == expected
+    assert placed.pipeline_model_parallel_layout is None
+
+
+@pytest.mark.parametrize(
+    ('schedule', 'pattern', 'chunks'),
+    [('zb-h1', '-*|*-/*-', None), ('zb-h1', '-*-*', None), ('zb-interleaved', '-|*|-|*', 2)],
+)
+def test_layers_of_hybrid_models_are_where_their_pattern_says(ranks, schedule, pattern, chunks):
+    found = parsed(
+        ranks, '--pipeline-schedule', schedule, hybrid_layer_pattern=pattern, num_layers=None
+    )
+    assert found.code is None and found.result.source == (schedule, chunks, None)
+    assert found.result.placed == {name: MEGATRONS[name] for name in PLACED}

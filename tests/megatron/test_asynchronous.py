@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
+import sys
 from dataclasses import replace
+from itertools import product
 
+import forked
 import pytest
-from grids import grid
+from example import MODEL, run
+from grids import grid, some
 from models import Job
+from paths import ROOT, SUPPORT
 from supported import supports
 from weights_by_hand import SIZES, Case, require_equal, trained
 
 pytestmark = pytest.mark.alone
+
+
 METHODS = ('pipedream-2bw', 'pipedream', 'paci', 'pipemare', 'wpipe')
 UNTIED = '--untie-embeddings-and-output-weights'
 SHARDED = '--use-distributed-optimizer'
@@ -39,6 +49,12 @@ SETTINGS = {
     },
     'full recomputation': {'job': Job(te=False, recompute='full', dropout=0.1)},
     'selective recomputation': {'job': Job(te=False, recompute='selective', dropout=0.1)},
+    'recompute passes': {'words': UNTIED, 'added': ('--pipeline-recompute', 'all')},
+    'recompute passes, dropout': {
+        'job': Job(te=False, dropout=0.1),
+        'words': '--bf16',
+        'added': ('--pipeline-recompute', 'half'),
+    },
     'loss by token': {'job': Job(kind='loss by token', te=False), 'words': UNTIED},
     'split W': {'split': True, 'words': f'{UNTIED} --bf16'},
 }
@@ -53,17 +69,14 @@ def case(method: str, words: str = '', **more) -> Case:
 
 def _has_reference(method: str, sizes: tuple[int, int], more: tuple[str, ...]) -> bool:
     """Whether PipeMare steps tied embeddings alike, and Megatron's own schedule runs and is right.
-
     PipeMare is refused else, as is 2BW of fewer than p-1. Megatron's interleaved schedule has a
-    multiple of p, and on gloo mixes messages of two ranks where m is more.
-    """
+    multiple of p, and on gloo mixes messages of two ranks where m is more."""
     p, m = sizes
     if method == 'pipemare':
         return sizes != (4, 1) or UNTIED in more
     return {'pipedream-2bw': m >= p - 1, 'wpipe': not m % p and sizes != (2, 4)}.get(method, True)
 
 
-@pytest.mark.shared
 @supports('asynchronous, beside 1F1B with weights put in by hand', '{method}')
 @grid(
     _has_reference,
@@ -77,7 +90,9 @@ def test_as_with_weights_put_in_by_hand(ranks, data, method, sizes, more):
 
 
 def _goes_with(method: str, setting: str) -> bool:
-    """Whether there is a reference: W is put behind 1F1B's."""
+    """Whether there is a reference: W is put behind 1F1B's; and R runs as its forward ran."""
+    if 'recompute passes' in setting:
+        return method in ('pipedream', 'pipedream-2bw', 'wpipe')
     return method != 'wpipe' or 'split W' not in setting
 
 
@@ -110,7 +125,6 @@ TE = {
 
 
 @pytest.mark.te
-@pytest.mark.shared
 @supports('asynchronous: {model}', '{method}')
 @grid(method=METHODS, model=tuple(TE))
 def test_layers_of_transformer_engine(te_ranks, data, method, model):
@@ -131,3 +145,63 @@ def test_at_rate_zero_all_are_1f1b(ranks, data):
         ours = trained(ranks, data, Case(method, 2, 2, still), False)
         like = interleaved if method == 'wpipe' else stock
         assert [own[:3] for own in ours] == [other[:3] for other in like], method
+
+
+PAGE = (ROOT / 'docs' / 'asynchronous.md').read_text()
+TORCHRUN = [sys.executable, '-m', 'torch.distributed.run', '--standalone']
+PATHS = {'PYTHONPATH': f'{ROOT}:{ROOT / "examples" / "gpt"}:{SUPPORT}'}
+INTERVAL, ITERATIONS, KILLED = 2, 6, 4  # in which iteration
+
+
+def words_of_page(script: str) -> list[str]:
+    """Flags of the page's command that runs `script`, behind torchrun's."""
+    (found,) = re.findall(rf'^torchrun (.*(?:\\\n.*)*{script}(?:.*\\\n)*.*)$', PAGE, re.M)
+    return shlex.split(found.replace('\\\n', ' '))
+
+
+def command(script: str, p: int, method: str) -> list[str]:
+    """The page's command, for p ranks and a method."""
+    return [
+        {'4': str(p), 'pipedream-2bw': method}.get(word, word) for word in words_of_page(script)
+    ]
+
+
+def started(argv, metrics):
+    """What a command prints, its exit code, and the lines that it has written to `metrics`."""
+    more = ['--metrics-file', metrics, *MODEL, '--log-interval', 1000]
+    done = forked.run([*TORCHRUN, *argv, *more], cwd=ROOT, env=PATHS)
+    return done, [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def losses_of(lines):
+    return tuple(line['loss'] for line in lines if 'loss' in line)
+
+
+@pytest.mark.one_release
+@some(
+    'method, p', [('pipedream-2bw', 2)], *product(('pipedream-2bw', 'pipedream', 'wpipe'), (2, 4))
+)
+def test_equal_hashes(ranks, data, tmp_path, method, p):
+    """Both commands of the page, and the first one killed in the middle, and resumed."""
+    more = ['--data-path', data, '--train-iters', ITERATIONS]
+    ours = [*command('pretrain_gpt.py', p, method), *more]
+    at = next(index for index, word in enumerate(ours) if str(word).endswith('pretrain_gpt.py'))
+    whole = run(ranks(p), *ours[at + 1 :])
+    done, lines = started([*command('older_weights.py', p, method), *more], tmp_path / 'formula')
+    assert done.returncode == 0, done.stderr
+    assert losses_of(lines) == whole.losses
+    assert lines[-1] == {
+        'parameters_sha256': whole.parameters,
+        'optimizer_sha256': whole.optimizer,
+    }
+
+    saving = ['--save', tmp_path / 'checkpoints', '--save-interval', INTERVAL]
+    where = [p - 1, KILLED, 'forward', 2]
+    doomed = [*ours[:at], SUPPORT / 'doomed.py', *where, *ours[at + 1 :], *saving]
+    done, lines = started(doomed, tmp_path / 'killed')
+    assert done.returncode and 'Signal 9 (SIGKILL)' in done.stderr, done.stderr
+    assert losses_of(lines) == whole.losses[: KILLED - 1]
+    after = run(ranks(p), *ours[at + 1 :], '--load', tmp_path / 'checkpoints')
+    assert after.losses == whole.losses[INTERVAL:]
+    assert after.parameters == whole.parameters
+    assert after.optimizer == whole.optimizer

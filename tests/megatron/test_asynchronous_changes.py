@@ -11,14 +11,23 @@ from typing import Any, cast
 from unittest import mock
 
 import pytest
+import report
 import torch
 from example import MODEL, forget_groups, run
-from grids import grid
+from grids import grid, some
+from stock import trained as trained_by_stock
 from supported import supports
 from weights_by_hand import ByChunk, ByHand, PipeMare, evaluation
 
 import megatron_zbpp
 from megatron_zbpp.ir import Pass
+from megatron_zbpp.mcore.iteration.stages import Arguments
+from megatron_zbpp.mcore.patches.registry import Registry
+from megatron_zbpp.mcore.side_effects import random_states
+from megatron_zbpp.mcore.techniques import updating
+from megatron_zbpp.mcore.techniques.forwards_in_flight import ForwardsInFlight
+from megatron_zbpp.runtime.endless import EndlessTraining
+from megatron_zbpp.runtime.versions import Corrected
 
 pytestmark = pytest.mark.alone
 METHODS = 'pipedream-2bw', 'pipedream', 'paci', 'pipemare', 'wpipe'
@@ -27,11 +36,8 @@ ITERATIONS, GROWS, EVALUATES, OTHER_DATA, OTHER_MODEL = 7, 2, 3, 4, 5
 
 
 class ByFormula(ByHand):
-    """Weights of batches that may have other sizes.
-
-    The pipeline fills anew where that changes, and where data does: PACI and PipeMare have no older
-    weights then.
-    """
+    """Weights of batches that may have other sizes. The pipeline fills anew where that changes, and
+    where data does: PACI and PipeMare have no older weights then."""
 
     number, filled = -1, 0
 
@@ -83,8 +89,6 @@ BY = {'pipemare': PipeMareByFormula, 'wpipe': ByFormulaOfChunks}
 
 def draws() -> str:
     """What a checkpoint would have of random states."""
-    from megatron_zbpp.mcore.side_effects import random_states
-
     host, device, tracked = random_states()
     found = [host, device, *(tracked[name] for name in sorted(tracked))]
     return hashlib.sha256(b''.join(each.numpy().tobytes() for each in found)).hexdigest()
@@ -93,7 +97,6 @@ def draws() -> str:
 def train(method: str, by_hand: bool, argv: list[str]) -> tuple:
     """Runs on each rank; returns all that is left, and random states between iterations."""
     import pretrain_gpt as script
-    import report
     from megatron.core import parallel_state
 
     schedule = ['--pipeline-schedule', 'megatron' if by_hand else method]
@@ -187,7 +190,7 @@ def test_what_is_in_flight_runs_again(ranks, data, method, sizes, more):
         argv += ['--untie-embeddings-and-output-weights', '--pipeline-clip', 'global']
     argv = list(map(str, argv))
     ours = ranks(p).run(train, method, False, argv)
-    reference = ranks(p).run(train, method, True, argv)
+    reference = trained_by_stock(ranks(p), train, method, True, argv)
     for rank, (own, other) in enumerate(zip(ours, reference, strict=True)):
         late = method == 'pipedream-2bw'  # norms are those of the step before
         norms = [[each[0], *each[:-1]] if late else each for each in other[0]]
@@ -196,17 +199,13 @@ def test_what_is_in_flight_runs_again(ranks, data, method, sizes, more):
 
 def read_in_flight() -> list[str]:
     """On a rank with a pipeline of its own; returns messages of what is refused."""
-    from megatron_zbpp.mcore.iteration.arguments import Arguments
-    from megatron_zbpp.mcore.techniques.forwards_in_flight import ForwardsInFlight
-
     calls = SimpleNamespace(drop=lambda: None, begun_with_next_call=1, versions=None)
     calls.is_ahead = lambda p: True
     session = SimpleNamespace(
-        endless=calls,
         watchdog=SimpleNamespace(collective=lambda what: ExitStack()),
         settings=SimpleNamespace(check_interval=0),
     )
-    flight: Any = ForwardsInFlight(cast(Any, session))
+    flight: Any = ForwardsInFlight(cast(Any, session), cast(Any, calls))
     model, data, other = torch.nn.Linear(1, 1), iter(range(9)), iter(range(9))
     sizes = {'num_microbatches': 2, 'seq_length': 8, 'micro_batch_size': 1}
     call = partial(Arguments, forward_step_func=print, model=model, **sizes)
@@ -243,30 +242,32 @@ def test_data_that_forwards_in_flight_have_read(ranks):
     assert ['evaluation' in each for each in refused] == [True, False]
 
 
+def resumed(ranks, data, folder, layers, ours, *more):
+    """What a whole training leaves, the same that ends after three steps, and what goes on then;
+    and what Megatron's own schedule makes of the checkpoint."""
+    common = ['--num-layers', layers, '--pipeline-model-parallel-size', 2, '--data-path', data]
+    common += ['--global-batch-size', 2, '--train-iters', 6, *more]
+    ends = ['--save', folder / 'checkpoint', '--exit-interval', 3]
+    loads = [*common, '--load', folder / 'checkpoint']
+    stock = [*loads, '--pipeline-schedule', 'megatron']
+    every = [*common, *ours], [*common, *ends, *ours], [*loads, *ours], stock
+    return [run(ranks(2), *words) for words in every]
+
+
 @supports('asynchronous: checkpoints hold older weights', '{method}')
 @grid(
     method=KEEP_OLDER,
-    more=(
-        '--bf16',
-        '--untie-embeddings-and-output-weights --use-distributed-optimizer',
-    ),
+    more=('--bf16', '--untie-embeddings-and-output-weights --use-distributed-optimizer'),
 )
 def test_resumed_as_if_never_ended(ranks, data, tmp_path, method, more):
     """And Megatron loads them; from its own, versions are equal at first."""
-    p, pool = 2, ranks(2)
-    common = ['--num-layers', 2 * p, '--pipeline-model-parallel-size', p, '--global-batch-size', 2]
-    common += ['--data-path', data, '--clip-grad', 0.5, '--train-iters', 6, *more.split()]
     ours = ['--pipeline-schedule', method, '--pipeline-clip', 'global']
-    whole = run(pool, *common, *ours)
-    ends = [*common, '--save', tmp_path / 'checkpoint', '--exit-interval', 3]
-    before = run(pool, *ends, *ours)
-    loads = [*common, '--load', tmp_path / 'checkpoint']
-    after = run(pool, *loads, *ours)
+    more = ['--clip-grad', 0.5, *more.split()]
+    whole, before, after, megatron = resumed(ranks, data, tmp_path, 4, ours, *more)
     assert before.losses + after.losses == whole.losses
     assert before.grad_norms + after.grad_norms == whole.grad_norms
     assert after.parameters == whole.parameters
     assert after.optimizer == whole.optimizer
-    megatron = run(pool, *loads, '--pipeline-schedule', 'megatron')
     assert len(megatron.losses) == 3 and megatron.losses[1:] != after.losses[1:]
 
 
@@ -274,11 +275,6 @@ def kept_in_checkpoint(folder):
     """On a rank: steps, averages as they were and as they are loaded, and what Megatron loads."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
-
-    from megatron_zbpp.mcore.patches.registry import Registry
-    from megatron_zbpp.mcore.techniques import stashed_checkpoints
-    from megatron_zbpp.runtime.endless import EndlessTraining
-    from megatron_zbpp.runtime.versions import Corrected
 
     weight = torch.nn.Parameter(torch.randn(4, 2, dtype=torch.bfloat16))
     main = weight.data.float()
@@ -296,7 +292,7 @@ def kept_in_checkpoint(folder):
         (begun, lambda: dist_checkpointing.load({}, str(folder))),  # of no parameters: nothing new
     ):
         registry = Registry()
-        registry.install(stashed_checkpoints.patches(endless))
+        registry.install(updating.checkpoint_patches(endless))
         try:
             call()
         finally:
@@ -317,17 +313,11 @@ def told_of_a_plain_checkpoint(folder, state):
     """The log, where a checkpoint that Megatron alone has saved is loaded."""
     from megatron.core import dist_checkpointing
 
-    from megatron_zbpp.mcore.patches.registry import Registry
-    from megatron_zbpp.mcore.techniques import stashed_checkpoints
-    from megatron_zbpp.runtime.endless import EndlessTraining
-
     folder.mkdir()
     dist_checkpointing.save(state(), str(folder))
     registry, said = Registry(), []
-    registry.install(stashed_checkpoints.patches(EndlessTraining()))
-    keep = mock.patch.object(
-        stashed_checkpoints.job_log, 'info', lambda line, *_: said.append(line)
-    )
+    registry.install(updating.checkpoint_patches(EndlessTraining()))
+    keep = mock.patch.object(updating.job_log, 'info', lambda line, *_: said.append(line))
     try:
         with keep:
             dist_checkpointing.load(state(), str(folder))
@@ -345,39 +335,19 @@ def test_averages_and_steps_are_in_checkpoints(ranks, tmp_path):
 
 
 @supports('asynchronous: checkpoints hold averages of steps', 'pipemare')
-@pytest.mark.parametrize(
-    'more',
-    [
-        '--bf16',
-        pytest.param(
-            '--untie-embeddings-and-output-weights --use-distributed-optimizer',
-            marks=pytest.mark.full,
-        ),
-    ],
-)
+@some('more', ['--bf16'], '--untie-embeddings-and-output-weights --use-distributed-optimizer')
 def test_corrections_go_on(ranks, data, tmp_path, more):
     """All stages have averages, the last one too; later steps are nearly those of a whole training.
-
-    Only forwards that were in flight run again, with newer weights than they had.
-    """
-    p, pool = 2, ranks(2)
-    common = ['--num-layers', p, '--pipeline-model-parallel-size', p, '--global-batch-size', 2]
-    common += ['--data-path', data, '--train-iters', 6, *more.split()]
+    Only forwards that were in flight run again, with newer weights than they had."""
     ours = ['--pipeline-schedule', 'pipemare']
-    whole = run(pool, *common, *ours)
-    ends = [*common, '--save', tmp_path / 'checkpoint', '--exit-interval', 3]
-    before = run(pool, *ends, *ours)
-    loads = [*common, '--load', tmp_path / 'checkpoint']
-    after = run(pool, *loads, *ours)
-    assert before.losses == whole.losses[:3] and len(after.losses) == 3
+    whole, before, after, megatron = resumed(ranks, data, tmp_path, 2, ours, *more.split())
+    assert before.losses == whole.losses[:3] and len(after.losses) == len(megatron.losses) == 3
     for own, other in zip(after.losses, whole.losses[3:], strict=True):
         assert float.fromhex(own) == pytest.approx(float.fromhex(other), rel=1e-2)
-    megatron = run(pool, *loads, '--pipeline-schedule', 'megatron')
-    assert len(megatron.losses) == 3
 
 
 @supports("asynchronous: from a checkpoint of Megatron's own", '{method}')
-@pytest.mark.parametrize('method', ['pipedream-2bw', pytest.param('wpipe', marks=pytest.mark.full)])
+@some('method', ['pipedream-2bw'], 'wpipe')
 def test_versions_are_equal_at_first_where_a_checkpoint_has_no_older_ones(
     ranks, data, tmp_path, method
 ):

@@ -10,9 +10,12 @@ from unittest import mock
 
 import events
 import pytest
+from grids import some
 from nvidia import needs_training, run
 from supported import supports
 from weights_by_hand import ByChunk, ByHand, PipeMare, clip_by_stage
+
+from megatron_zbpp.mcore import enabled
 
 pytestmark = [needs_training, pytest.mark.alone]
 
@@ -24,10 +27,8 @@ BASE += ['--eval-iters', 1, '--eval-interval', 2, '--untie-embeddings-and-output
 
 @dataclass(frozen=True)
 class WeightsByHand:
-    """Puts weights of a method before each forward and backward of Megatron's 1F1B.
-
-    Gives losses of evaluations.
-    """
+    """Puts weights of a method before each forward and backward of Megatron's 1F1B. Gives losses of
+    evaluations."""
 
     method: str
 
@@ -76,12 +77,8 @@ class WeightsByHand:
 
 @contextmanager
 def finished(training: Any) -> Iterator[tuple[list[str], list[str]]]:
-    """Takes the step that is begun at the end, before parameters are read.
-
-    Gives losses of evaluations, and collectives that the last iteration waited for.
-    """
-    from megatron_zbpp.mcore import enabled
-
+    """Takes the step that is begun at the end, before parameters are read. Gives losses of
+    evaluations, and collectives that the last iteration waited for."""
     with events.evaluations(training) as losses, events.waits(training) as waited:
         yield losses, waited
     assert enabled.plugin is not None
@@ -89,14 +86,10 @@ def finished(training: Any) -> Iterator[tuple[list[str], list[str]]]:
 
 
 @supports("NVIDIA's loop: asynchronous, beside 1F1B with weights put in by hand", '{method}')
-@pytest.mark.parametrize(
-    'method', [pytest.param(m, marks=[pytest.mark.full] * (m in METHODS[2:])) for m in METHODS]
-)
+@some('method', METHODS[:2], *METHODS[2:])
 def test_as_with_weights_put_in_by_hand(ranks, method):
-    """Losses, evaluations, parameters and optimizer state to the bit; clipping is active.
-
-    The loop waits for no other rank in the last iteration.
-    """
+    """Losses, evaluations, parameters and optimizer state to the bit; clipping is active. The loop
+    waits for no other rank in the last iteration."""
     flags = [*BASE, '--log-interval', 4]
     chunks = []
     if method == 'wpipe':

@@ -13,11 +13,13 @@ import models
 import pytest
 import torch
 from entered import entered
-from example import forget_groups
+from example import forget_groups, program
+from grids import some
 from ranks import RankError
 from weights_by_hand import Case
 
 import megatron_zbpp
+from megatron_zbpp.mcore.techniques.forwards_in_flight import Unwritten, require_seen
 
 pytestmark = pytest.mark.alone
 
@@ -69,8 +71,6 @@ class KeptAndDrawing(Kept):
 
 def asked() -> tuple[list[str], list]:
     """On a rank: what is said of each class, and what a module that is not refused is left with."""
-    from megatron_zbpp.mcore.techniques.weight_watch import require_seen
-
     said = []
     for kind in (Kept, KeptByPlace, KeptByCount, KeptAndDrawing):
         module = kind(4, 4)
@@ -128,31 +128,22 @@ def never_run(build: Any, *given: Any, **named: Any) -> Any:
 
 
 def train(argv: list[str], changed: Callable[..., Any]) -> list[int]:
-    """Runs on each rank: a batch of the example by PACI, whose chunks `changed` builds.
-
-    Returns how many hooks all modules have before it, behind it, and once the plugin is disabled.
-    """
+    """Runs on each rank: a batch of the example by PACI, whose chunks `changed` builds. Returns how
+    many hooks all modules have before it, behind it, and once the plugin is disabled."""
     import pretrain_gpt as script
 
-    with ExitStack() as stack:
-        stack.callback(forget_groups)
-        args = script.parse_args([*argv, '--pipeline-schedule', 'paci'])
-        plugin = script.enable(args, stack)
-        made = partial(changed, script.GPTModel)
-        stack.enter_context(mock.patch.object(script, 'GPTModel', made))
-        script.initialize(args)
-        models = script.build_model(args)
-        data = script.iterators(args, script.build_datasets(args)[0], 0)
-        modules = [module for model in models for module in model.modules()]
+    built = mock.patch.object(script, 'GPTModel', partial(changed, script.GPTModel))
+    with built, program([*argv, '--pipeline-schedule', 'paci']) as at:
+        modules = [module for model in at.models for module in model.modules()]
 
         def hooks() -> int:
             names = '_forward_hooks', '_state_dict_pre_hooks'
             return sum(len(getattr(module, name)) for module in modules for name in names)
 
         found = [hooks()]
-        script.run_batch(args, models, data)
+        at.batch()
         found.append(hooks())
-        plugin.disable()
+        at.plugin.disable()
         return [*found, hooks()]
 
 
@@ -223,7 +214,6 @@ COUNTS: list[tuple[Callable, int, str | None]] = [
 
 def counted() -> list[str | None]:
     """On a rank: what is named, once something counts from some forward on or in it alone."""
-    from megatron_zbpp.mcore.techniques.weight_watch import Unwritten
 
     def named(count: Callable, at: int, persistent: bool) -> str | None:
         module = Counting(lambda module: None, persistent)
@@ -366,9 +356,7 @@ def changed(argv: list[str], method: str) -> list[str]:
 METHODS = 'pipedream-2bw', 'pipemare', 'pipedream', 'paci', 'wpipe'
 
 
-@pytest.mark.parametrize(
-    'method', [pytest.param(m, marks=[pytest.mark.full] * (m in METHODS[2:])) for m in METHODS]
-)
+@some('method', METHODS[:2], *METHODS[2:])
 def test_what_a_program_changes_between_two_calls(ranks, data, method):
     """Weights, however they are written, their main copies, buffers and modes: named before the
     next call runs anything; what is set back, and steps themselves, are no changes."""
@@ -383,22 +371,14 @@ def zeros(argv: list[str]) -> list[int]:
     """Runs on each rank: how many zeros there are in gradients, by step."""
     import pretrain_gpt as script
 
-    with ExitStack() as stack:
-        stack.callback(forget_groups)
-        args = script.parse_args(argv)
-        script.enable(args, stack)
-        made = partial(script.OptimizerConfig, log_num_zeros_in_grad=True)
-        stack.enter_context(mock.patch.object(script, 'OptimizerConfig', made))
-        script.initialize(args)
-        chunks = script.build_model(args)
-        optimizer, _ = script.build_optimizer(args, chunks)
-        data = script.iterators(args, script.build_datasets(args)[0], 0)
-        found = []
+    made = partial(script.OptimizerConfig, log_num_zeros_in_grad=True)
+    found = []
+    with mock.patch.object(script, 'OptimizerConfig', made), program(argv) as at:
         for _ in range(2):
-            chunks[0].zero_grad_buffer()
-            script.run_batch(args, chunks, data)
-            found.append(optimizer.step()[2])
-        return found
+            at.models[0].zero_grad_buffer()
+            at.batch()
+            found.append(at.optimizer.step()[2])
+    return found
 
 
 def test_zeros_in_gradients_are_those_of_all_stages(ranks, data):
@@ -421,8 +401,7 @@ def test_zeros_in_gradients_are_those_of_all_stages(ranks, data):
 OWN = {
     'mcore/techniques/forwards_in_flight.py',
     'mcore/techniques/updating.py',
-    'mcore/techniques/stashed_checkpoints.py',
-    'mcore/optimizer/asynchronous_steps.py',
+    'mcore/techniques/asynchronous_steps.py',
     'runtime/endless.py',
     'runtime/versions.py',
 }
@@ -442,22 +421,14 @@ def test_synchronous_schedules_call_nothing_of_it(ranks, data):
 
 def shrunk(argv):
     """Runs on each rank: two steps of PipeMare, the second one of a single microbatch."""
-    import pretrain_gpt as script
-
-    with ExitStack() as stack:
-        stack.callback(forget_groups)
-        args = script.parse_args([*argv, '--pipeline-schedule', 'pipemare'])
-        script.enable(args, stack)
-        script.initialize(args)
-        chunks = script.build_model(args)
-        optimizer, scheduler = script.build_optimizer(args, chunks)
-        data = script.iterators(args, script.build_datasets(args)[0], 0)
-        script.run_batch(args, chunks, data)
+    with program([*argv, '--pipeline-schedule', 'pipemare']) as at:
+        optimizer, scheduler = at.script.build_optimizer(at.args, at.models)
+        at.batch()
         optimizer.step()
         scheduler.step(increment=1)
-        args.num_microbatches = 1
+        at.args.num_microbatches = 1
         with pytest.raises(ValueError, match='embeddings are tied') as error:
-            script.run_batch(args, chunks, data)
+            at.batch()
         return str(error.value)
 
 

@@ -1,33 +1,30 @@
 """`auto` measures, plans and switches while it trains, and the bits stay Megatron's."""
 
-from __future__ import annotations
-
+import os
+import time
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
+from grids import some
 from held_layers import layers_of_ranks
 from nvidia import needs_training, run, since
 from supported import supports
+
+from megatron_zbpp.guests import auto_plan
+from megatron_zbpp.guests.auto_plan import AutoPlan, fit_layers_to_run
+from megatron_zbpp.guests.background_search import BackgroundSearch
 
 pytestmark = needs_training
 
 
 @contextmanager
-def told(training, switching=False, seconds=30.0):
-    """What auto says, waiting for the planner: a test is shorter than a plan takes.
-
-    Args:
-        training: not asked.
-        switching: whether the plan is taken for better, whatever was measured.
-        seconds: to plan in, at most.
-    """
-    from types import SimpleNamespace
-    from unittest import mock
-
-    from megatron_zbpp.guests import auto_plan
-    from megatron_zbpp.guests.auto_plan import AutoPlan
-
+def told(training, switching=False, seconds=2.0):
+    """What auto says, waiting for the planner: a test is shorter than a plan takes."""
     said, poll, simulate = [], AutoPlan._poll, auto_plan.simulate
 
     def wait(self, schedule):
@@ -48,22 +45,25 @@ def told(training, switching=False, seconds=30.0):
 
 
 @contextmanager
-def proposing(training, home):
-    """What auto says where the last stage is slow, waiting for both searches.
-
-    Args:
-        training: not asked.
-        home: of this user's cache.
-    """
-    import os
-    from dataclasses import replace
-    from unittest import mock
-
-    from megatron_zbpp.guests import auto_plan
-    from megatron_zbpp.guests.auto_plan import fit_layers_to_run
-    from megatron_zbpp.guests.background_search import BackgroundSearch
-
+def searching(home):
+    """What auto says, waiting for both searches."""
     ended = BackgroundSearch.ended
+
+    def wait(self):
+        self._process.wait()
+        return ended(self)
+
+    with (
+        told(None, seconds=1.0) as said,
+        mock.patch.object(BackgroundSearch, 'ended', wait),
+        mock.patch.dict(os.environ, XDG_CACHE_HOME=str(home)),
+    ):
+        yield said
+
+
+@contextmanager
+def proposing(training, home):
+    """The same where the last stage is slow."""
 
     def slow(layout, schedule, costs, *more):
         times = [(*[0.001] * (costs.num_stages - 1), 0.004)] * 3
@@ -71,21 +71,12 @@ def proposing(training, home):
         costs = replace(costs.with_times(F=forward, B=backward, W=weight), comm=0.0)
         return fit_layers_to_run(layout, schedule, costs, *more)
 
-    def wait(self):
-        self._process.wait()
-        return ended(self)
-
-    with (
-        told(training, seconds=1.0) as said,
-        mock.patch.object(auto_plan, 'fit_layers_to_run', slow),
-        mock.patch.object(BackgroundSearch, 'ended', wait),
-        mock.patch.dict(os.environ, XDG_CACHE_HOME=str(home)),
-    ):
+    with searching(home) as said, mock.patch.object(auto_plan, 'fit_layers_to_run', slow):
         yield said
 
 
 @supports("NVIDIA's loop: another partition is proposed, and the next start takes it", 'auto')
-@pytest.mark.parametrize('chunks', [1, pytest.param(2, marks=pytest.mark.full)])
+@some('chunks', [1], 2)
 def test_another_partition(ranks, tmp_path, chunks):
     """From a checkpoint of the first, to the bit of stock; whether Megatron divided the layers."""
     flags = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 4, '--clip-grad', 1e9]
@@ -108,40 +99,31 @@ def test_another_partition(ranks, tmp_path, chunks):
 
 
 @contextmanager
-def slowed(training, home):
-    """What auto says where each layer of rank 2 keeps its processor busy for longer.
-
-    Args:
-        training: not asked.
-        home: of this user's cache.
-    """
-    import os
-    import time
-    from unittest import mock
-
-    import torch.distributed as dist
+def slow_layers(rank, slow):
+    """Call `slow()` before each layer's forward on one rank."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron_zbpp.guests.background_search import BackgroundSearch
+    forward = TransformerLayer.forward
 
-    forward, ended = TransformerLayer.forward, BackgroundSearch.ended
-
-    def busy(self, *args, **named):
-        until = time.perf_counter() + 0.04 * (dist.get_rank() == 2)
-        while time.perf_counter() < until:
-            pass
+    def late(self, *args, **named):
+        if dist.get_rank() == rank:
+            slow()
         return forward(self, *args, **named)
 
-    def wait(self):
-        self._process.wait()
-        return ended(self)
+    with mock.patch.object(TransformerLayer, 'forward', late):
+        yield
 
-    with (
-        told(training, seconds=1.0) as said,
-        mock.patch.object(TransformerLayer, 'forward', busy),
-        mock.patch.object(BackgroundSearch, 'ended', wait),
-        mock.patch.dict(os.environ, XDG_CACHE_HOME=str(home)),
-    ):
+
+def keep_busy():
+    until = time.perf_counter() + 0.04
+    while time.perf_counter() < until:
+        pass
+
+
+@contextmanager
+def slowed(training, home):
+    """What auto says where each layer of rank 2 keeps its processor busy for longer."""
+    with searching(home) as said, slow_layers(2, keep_busy):
         yield said
 
 
@@ -161,30 +143,12 @@ def test_a_slow_rank_gets_fewer_layers(ranks, tmp_path):
 
 @contextmanager
 def one_slow_replica(training):
-    """What auto says where layers take longer on rank 4.
-
-    Args:
-        training: not asked.
-    """
-    import time
-    from unittest import mock
-
-    import torch.distributed as dist
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    from megatron_zbpp.guests import auto_plan
-    from megatron_zbpp.guests.auto_plan import AutoPlan
-
-    said, forward = [], TransformerLayer.forward
-
-    def late(self, *args, **named):
-        time.sleep(0.1 * (dist.get_rank() == 4))
-        return forward(self, *args, **named)
-
+    """What auto says where layers take longer on rank 4."""
+    said = []
     heard = partial(AutoPlan, seconds=1.0, say=said.append)
     with (
         mock.patch.object(auto_plan, 'AutoPlan', heard),
-        mock.patch.object(TransformerLayer, 'forward', late),
+        slow_layers(4, partial(time.sleep, 0.1)),
     ):
         yield said
 

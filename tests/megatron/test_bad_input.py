@@ -1,18 +1,19 @@
-"""What cannot work is refused by every rank, in words, at once."""
-
-from __future__ import annotations
+"""What cannot work is refused by every rank, at once; a rank that is killed is resumed."""
 
 import contextlib
+import json
 import os
+import re
 import sys
-import time
 
 import commands
+import forked
 import psutil
 import pytest
 from example import MODEL, run, train
-from outcome import outcome
-from paths import ROOT
+from nvidia import EARLY
+from outcome import error_of, outcome
+from paths import ROOT, SUPPORT
 
 EXAMPLE = ROOT / 'examples' / 'gpt' / 'pretrain_gpt.py'
 SOUND = {
@@ -30,13 +31,12 @@ def flags(changes):
     return [name if value is None else f'{name}={value}' for name, value in options.items()]
 
 
-def launch(num_ranks, **changes):
-    """Runs the example under torchrun; its standard error, exit code, and seconds."""
+def launch(num_ranks, run=commands.run, **changes):
+    """Runs the example under torchrun; its standard error and exit code."""
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node']
     command += [num_ranks, EXAMPLE, *MODEL, *flags(changes)]
-    start = time.monotonic()
-    done = commands.run(command, timeout=120, env={'LAUNCHED_BY': str(os.getpid())})
-    return done.stderr, done.returncode, time.monotonic() - start
+    done = run(command, timeout=120, env={'LAUNCHED_BY': str(os.getpid())})
+    return done.stderr, done.returncode
 
 
 def survivors():
@@ -51,24 +51,14 @@ def survivors():
 
 def test_refused():
     """Each rank has its own line, and ends though there are process groups."""
-    error, code, seconds = launch(2, data_path='/nowhere/text')
+    error, code = launch(2, data_path='/nowhere/text')
     assert code != 0
     assert error.count('no /nowhere/text.bin') >= 2, error
-    assert seconds < 150, 'refused, but slowly'
     assert not survivors()
 
 
-def ended(argv, metrics):
-    """On each rank: what the example's training ends with; None: it is done."""
-    try:
-        train(argv, metrics)
-    except (SystemExit, Exception) as error:
-        return str(error)
-    return None
-
-
 def train_with(ranks, metrics, **changes):
-    return ranks(2).run(ended, [*MODEL, *flags(changes)], metrics)
+    return ranks(2).run(error_of, train, [*MODEL, *flags(changes)], metrics)
 
 
 def test_refused_while_others_load(ranks, tmp_path):
@@ -78,9 +68,8 @@ def test_refused_while_others_load(ranks, tmp_path):
 
 def test_a_loss_that_is_no_number():
     """It ends the training, as it ends NVIDIA's loop; who wants to go on says so."""
-    error, code, _ = launch(2, lr=1e30, train_iters=5)
+    error, code = launch(2, forked.run, lr=1e30, train_iters=5)
     assert code != 0 and 'the loss is nan: lower --lr' in error, error
-    assert not survivors()
 
 
 def test_a_loss_that_may_be_no_number(ranks, data, tmp_path):
@@ -136,3 +125,109 @@ def test_checkpoint_of_another_model(ranks, data, tmp_path):
     changes = {'num_layers': 6, 'load': tmp_path / 'checkpoint', 'data_path': data}
     for said in train_with(ranks, tmp_path / 'metrics', **changes):
         assert '--num-layers was 4 and is 6' in said
+
+
+SCRIPT = SUPPORT / 'doomed.py'
+TIMEOUT = 60
+NUM_RANKS = 4
+
+
+def killed(run, argv, *where):
+    """Runs the example under torchrun until a rank dies: its exit code and standard error."""
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node']
+    paths = f'{ROOT}:{ROOT / "examples" / "gpt"}'
+    done = run(
+        [*command, NUM_RANKS, SCRIPT, *where, *MODEL, *argv],
+        env={'PYTHONPATH': paths, 'LAUNCHED_BY': str(os.getpid())},
+        timeout=150,  # the reports come at once; the rest is starting on a busy machine
+    )
+    return done.returncode, done.stderr
+
+
+def left_by(pid):
+    """Command lines of what a process has started and has not taken along."""
+    started = []
+    for process in psutil.process_iter(['cmdline']):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(process.pid) == pid:
+                started.append(process.info['cmdline'])
+    return started
+
+
+AMID = {
+    'a forward': ('zb-v', [], 0, 'forward', 11),
+    'a copy to the host': ('interleaved', ['--pipeline-offload', 'all'], 1, 'storage', 20),
+    'an eviction to the partner': ('bpipe', [], 0, 'storage', 3),
+}
+
+
+@pytest.mark.one_release
+@pytest.mark.full
+@pytest.mark.parametrize('amid', AMID)
+def test_resume_after_a_rank_was_killed(ranks, data, tmp_path, amid):
+    schedule, flags, rank, *where = AMID[amid]
+    common = ['--data-path', data, '--num-layers', 8, '--pipeline-model-parallel-size', NUM_RANKS]
+    common += ['--global-batch-size', 8, '--train-iters', 7, '--pipeline-schedule', schedule]
+    whole = run(ranks(NUM_RANKS), *common)
+    common += flags
+
+    checkpoints, metrics = tmp_path / 'checkpoints', tmp_path / 'broken.jsonl'
+    saving = ['--save', checkpoints, '--save-interval', 2, '--metrics-file', metrics]
+    watchdog = ['--pipeline-watchdog-timeout', TIMEOUT]
+    code, error = killed(commands.run, [*common, *saving, *watchdog], rank, 6, *where)
+    assert code != 0
+    (victim,) = re.findall(r'Signal 9 \(SIGKILL\) received by PID (\d+)', error)
+    assert not left_by(int(victim)), 'such as what keeps the queue of its checkpoint writers'
+    reports = re.findall(
+        r'pipeline watchdog: global rank (\d) .*\n  now: (.*)\n  waits for: (.*)\n'
+        r'  last passes: (.*)\n',
+        error,
+    )
+    others = [other for other in range(NUM_RANKS) if other != rank]
+    assert sorted(int(other) for other, *_ in reports) == others, error
+    assert error.count(f'culprit: global rank {rank}, which does not answer') == 3, error
+    assert any(f'(global rank {rank})' in awaited for _, _, awaited, _ in reports), error
+    for _, now, awaited, passes in reports if amid == 'a forward' else ():
+        assert re.fullmatch(r'[FBW] stage \d microbatch \d \(\d[FBW]\d\)', now), now
+        assert re.fullmatch(
+            r'(output|gradient) of stage \d microbatch \d from pipeline rank (\d) '
+            r'\(global rank \2\)',
+            awaited,
+        ), awaited
+        assert len(passes.split()) == 10
+
+    before = [json.loads(line)['loss'] for line in metrics.read_text().splitlines()]
+    assert len(before) == 5, 'killed in the sixth iteration'
+    assert (checkpoints / 'latest_checkpointed_iteration.txt').read_text() == '4'
+    after = run(ranks(NUM_RANKS), *common, '--load', checkpoints)
+    assert len(after.losses) == 3
+    assert tuple(before) == whole.losses[:5]
+    assert tuple(before[:4]) + after.losses == whole.losses
+    assert after.parameters == whole.parameters
+    assert after.optimizer == whole.optimizer
+    assert not survivors()
+
+
+@pytest.mark.one_release
+def test_resume_after_a_rank_was_killed_before_its_step_was_validated(ranks, data, tmp_path):
+    """In a forward of the next iteration that it had begun after a speculative step."""
+    common = ['--data-path', data, '--num-layers', 8, '--pipeline-model-parallel-size', NUM_RANKS]
+    common += ['--global-batch-size', 6, '--train-iters', 6, '--pipeline-schedule', 'zb-v']
+    common += ['--clip-grad', 100]
+    whole = run(ranks(NUM_RANKS), *common)
+
+    checkpoints, metrics = tmp_path / 'checkpoints', tmp_path / 'broken.jsonl'
+    saving = ['--save', checkpoints, '--save-interval', 2, '--metrics-file', metrics]
+    watchdog = ['--pipeline-watchdog-timeout', TIMEOUT]
+    # of twelve forwards that follow after the fifth iteration begins, the last are of the sixth
+    words = [*common, *EARLY, *saving, *watchdog]
+    code, error = killed(forked.run, words, 2, 5, 'forward', 12)
+    assert code != 0
+    assert 'Signal 9 (SIGKILL) received by PID' in error
+    assert 'pipeline watchdog: global rank' in error, error
+    before = [json.loads(line)['loss'] for line in metrics.read_text().splitlines()]
+    assert len(before) in (4, 5), 'the last rank may have validated the fifth step'
+    after = run(ranks(NUM_RANKS), *common, *EARLY, '--load', checkpoints)
+    assert tuple(before[:4]) + after.losses == whole.losses
+    assert after.parameters == whole.parameters
+    assert after.optimizer == whole.optimizer

@@ -1,14 +1,13 @@
 """The benchmarks at their smallest: every runner does the same work, and says what it measured."""
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
+import re
 import sys
 
+import forked
 import pytest
 import wheels
+from commands import run
 from paths import ROOT
 
 from benchmarks.common import overhead
@@ -17,27 +16,25 @@ from benchmarks.pipelines.entries import known, selected
 from benchmarks.pipelines.measure import Sample, checksums_agree
 from benchmarks.training import cli as training
 from benchmarks.training import splitting
+from megatron_zbpp.schedules import own_families
+from megatron_zbpp.techniques.composition import TRAINED_BY
+from scripts.benchmark_asynchronous import METHODS
 
 pytestmark = pytest.mark.one_release
+
 
 OURS = ['1f1b', 'zb-h1', 'zb-v', 'seq-zb-v', 'auto']
 SOME = ['megatron', 'torch:1F1B', 'torch:ZBVZeroBubble', *OURS]
 P, M, TIMES = 2, 4, [2.0, 3.0, 1.0]
 
 
-def run(folder, *flags):
+def benched(folder, *flags):
     """The script as a user calls it: what it printed, and its JSON."""
     file = folder / 'result.json'
     command = [sys.executable, 'scripts/benchmark_pipelines.py', '--pp', str(P)]
     command += ['--microbatches', str(M), '--times-ms', ','.join(map(str, TIMES))]
-    done = subprocess.run(
-        [*command, '--json', str(file), *flags],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=os.environ | {'XDG_CACHE_HOME': str(folder)},
-    )
+    environment = {'XDG_CACHE_HOME': str(folder)}
+    done = forked.run([*command, '--json', file, *flags], cwd=ROOT, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout, json.loads(file.read_text())
 
@@ -45,7 +42,7 @@ def run(folder, *flags):
 def test_side_by_side(tmp_path):
     picture = tmp_path / 'chart.svg'
     flags = ['--schedules', ','.join(SOME), '--rounds', '2', '--svg', str(picture)]
-    text, result = run(tmp_path, *flags)
+    text, result = benched(tmp_path, *flags)
     rows = {(row['runner'], row['schedule']): row for row in result['rows']}
     named = [('torch', '1F1B'), ('torch', 'ZBVZeroBubble')]
     named += [('zbpp', name) for name in OURS]
@@ -78,7 +75,7 @@ def test_side_by_side(tmp_path):
 def test_both_ways(tmp_path):
     """The mean of two replicas is what one way has, but for the order of sums."""
     flags = ['--schedules', 'zb-v,chimera,bitpipe', '--rounds', '1', '--pp', '4']
-    _, result = run(tmp_path, *flags)
+    _, result = benched(tmp_path, *flags)
     checksum, *others = [row['checksum'] for row in result['rows']]
     assert checksum > 0 and others == [pytest.approx(checksum, rel=1e-5)] * 3
 
@@ -88,7 +85,7 @@ def test_with_optimizer(tmp_path):
     """Steps that wait for all ranks, and steps that do not."""
     names = 'zb-v,zb-v+post-validation,pipedream-2bw,pipedream-2bw+global-norm'
     flags = ['--schedules', names, '--rounds', '1', '--optimizer']
-    _, result = run(tmp_path, *flags, '--iterations-per-sample', '3')
+    _, result = benched(tmp_path, *flags, '--iterations-per-sample', '3')
     stock, ours, early, late, waiting = result['rows']
     assert stock['optimizer'] and ours['optimizer'] and early['optimizer']
     assert ours['checksum'] == pytest.approx(stock['checksum'], rel=1e-5)
@@ -101,9 +98,9 @@ def test_with_optimizer(tmp_path):
     assert early['simulated_ms'] <= ours['simulated_ms'], 'the window, not the makespan'
 
 
-@pytest.mark.parametrize(
-    ('flags', 'message'),
-    [
+# flags of each benchmark, and what is said of them
+REFUSED = {
+    cli.main: [
         ('--pp 1', '--pp 1 is too small: give at least 2'),
         ('--microbatches 0', '--microbatches 0 is too small: give at least 1'),
         ('--rounds 0', '--rounds 0 is too small'),
@@ -125,12 +122,28 @@ def test_with_optimizer(tmp_path):
         ('--json nowhere/result.json', 'there is no folder nowhere'),
         ('--png result.jpg', 'let its name end in .png'),
     ],
-)
-def test_refuses_before_it_starts(capsys, flags, message):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(['--pp', '2', '--microbatches', '4', *flags.split()])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    training.main: [
+        ('--layers 3', '--layers 3 is too small: zb-v has 4 stages'),
+        ('--hidden-size 100', '--hidden-size 100 is no multiple of a head, 64'),
+        ('--pp 1', '--pp 1 is too small: give at least 2'),
+        ('--schedules zb-w', "unknown schedule 'zb-w'"),
+    ],
+    splitting.main: [
+        ('--layers 0', '--layers 0 is too small: give at least 1'),
+        ('--hidden-size 100', '--hidden-size 100 is no multiple of 8'),
+        ('--seq-length 7', '--seq-length 7 is not even'),
+    ],
+}
+PIPELINES = ['--pp', '2', '--microbatches', '4']
+
+
+@pytest.mark.parametrize('main', REFUSED, ids=lambda main: main.__module__)
+def test_refuses_before_it_starts(capsys, main):
+    for flags, message in REFUSED[main]:
+        with pytest.raises(SystemExit) as ended:
+            main([*(PIPELINES if main is cli.main else []), *flags.split()])
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err
 
 
 def test_selection():
@@ -190,7 +203,7 @@ def test_training(tmp_path):
     small = '--layers 4 --hidden-size 64 --seq-length 16 --microbatches 2 --rounds 2'.split()
     small += ['--schedules', 'zb-h1,zb-v,seq1f1b']
     command = [sys.executable, 'scripts/benchmark_training.py', *small, '--json', str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = forked.run(command, cwd=ROOT, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     found = {row['schedule']: row for row in json.loads(file.read_text())['rows']}
     assert list(found) == ['megatron', '1f1b', 'zb-h1', 'zb-v', 'seq1f1b']
@@ -227,21 +240,6 @@ def test_training_compares_rounds():
     assert split['pass_ms'] == {'F': 2e3, 'B': 2e3, 'W': 1e3}
 
 
-@pytest.mark.parametrize(
-    ('flags', 'message'),
-    [
-        ('--layers 3', '--layers 3 is too small: zb-v has 4 stages'),
-        ('--hidden-size 100', '--hidden-size 100 is no multiple of a head, 64'),
-        ('--pp 1', '--pp 1 is too small: give at least 2'),
-        ('--schedules zb-w', "unknown schedule 'zb-w'"),
-    ],
-)
-def test_training_refuses(capsys, flags, message):
-    with pytest.raises(SystemExit):
-        training.main(flags.split())
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.full
 def test_splitting(tmp_path):
     """Layers of both kinds, alone and shared by two ranks, large and small."""
@@ -250,7 +248,7 @@ def test_splitting(tmp_path):
     folder = str(wheels.transformer_engine(wheels.NEWEST))
     command = [sys.executable, 'scripts/benchmark_splitting.py', *small, '--te', folder]
     command += ['--json', str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = forked.run(command, cwd=ROOT, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(file.read_text())['rows']
     found = [(row['layers'], row['tp'], row['shared'], row['hidden']) for row in rows]
@@ -262,15 +260,38 @@ def test_splitting(tmp_path):
     assert len(done.stdout.splitlines()) == 1 + len(rows)
 
 
+SCRIPT = [sys.executable, ROOT / 'scripts' / 'benchmark_asynchronous.py']
+
+
+def test_all_methods():
+    """All asynchronous schedules but for another order of one of them."""
+    others = [each.name for each in own_families(every=True) if each.asynchronous]
+    assert {*METHODS} == {*others} - {*TRAINED_BY.values()}
+
+
+@pytest.mark.full
+def test_losses_by_step_and_time(tmp_path):
+    small = ['--ranks', 2, '--iterations', 7, '--hidden-size', 8, '--seq-length', 8]
+    done = run([*SCRIPT, *small, '--methods', 'paci,wpipe', '--output', tmp_path])
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r'^\| `(\S+)` \| (\S+) \| (\S+) \| (\d+) \| (\S+) \|$', done.stdout, re.M)
+    times = {'1f1b': '9', 'zb-v': '6.5', 'paci': '6', 'wpipe': '6.5'}
+    assert dict(row[:2] for row in rows) == times
+    stock, same, paci, wpipe = rows
+    assert stock[2] == same[2] != paci[2] == paci[4]
+    assert wpipe[2] not in (stock[2], paci[2])
+    assert [row[3] for row in rows] == ['4', '6', '7', '6']
+    assert (tmp_path / 'losses.png').stat().st_size > 10_000
+
+
 @pytest.mark.parametrize(
-    ('flags', 'message'),
+    ('given', 'said'),
     [
-        ('--layers 0', '--layers 0 is too small: give at least 1'),
-        ('--hidden-size 100', '--hidden-size 100 is no multiple of 8'),
-        ('--seq-length 7', '--seq-length 7 is not even'),
+        (['--methods', 'zb-v'], '--methods zb-v is not asynchronous'),
+        (['--ranks', 1], '--ranks 1 is too small: give at least 2'),
+        (['--microbatches', 2], '--microbatches 2 is too small: give 3'),
     ],
 )
-def test_splitting_refuses(capsys, flags, message):
-    with pytest.raises(SystemExit):
-        splitting.main(flags.split())
-    assert message in capsys.readouterr().err
+def test_what_cannot_be_compared(given, said):
+    done = run([*SCRIPT, *given])
+    assert done.returncode == 2 and said in done.stderr

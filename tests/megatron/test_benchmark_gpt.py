@@ -1,15 +1,13 @@
 """The GPT benchmark at its smallest: the same code as on GPUs, on CPU and gloo."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
 import sys
-import time
 from argparse import Namespace
 
 import commands
+import forked
 import pytest
 from paths import ROOT, SUPPORT
 
@@ -82,15 +80,13 @@ def check_measured(row):
 def run_doomed(folder):
     """Two supervisors, whose processes end by a signal and not at all."""
     os.environ['PYTHONPATH'] = str(SUPPORT)
-    crew = Crew(folder, timeout=180)
-    start = time.monotonic()
-    return crew.run('doomed_worker', JOB, lambda text: None), time.monotonic() - start
+    return Crew(folder, timeout=180).run('doomed_worker', JOB, lambda text: None)
 
 
 def test_a_killed_rank_ends_the_others(ranks, tmp_path):
-    for row, seconds in ranks(2).run(run_doomed, tmp_path):
+    """Else both would be said to have hung."""
+    for row in ranks(2).run(run_doomed, tmp_path):
         assert 'rank 1: ended by signal 9' in row['error'] and '.1.log' in row['error']
-        assert seconds < 120
 
 
 def test_timeout(tmp_path):
@@ -106,7 +102,7 @@ def test_single_gpu(tmp_path):
     file = tmp_path / 'stage.json'
     flags = ['--single-gpu', '--predict-ranks', '8', '--schedules', '1f1b,zb-v,interleaved']
     flags += ['--processes', '1', '--peak-tflops', '0.5', '--json', file]
-    done = commands.run([sys.executable, SCRIPT, *QUICK, *flags], timeout=200)
+    done = forked.run([sys.executable, SCRIPT, *QUICK, *flags], timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     stage, *predicted = json.loads(file.read_text())['rows']
     f, b, w = (stage[f'{name}_seconds'] for name in 'fbw')
@@ -119,7 +115,7 @@ def test_single_gpu(tmp_path):
     assert {row['schedule'] for row in predicted} == {'1f1b', 'zb-v', 'interleaved'}
     assert {row['kind'] for row in predicted} == {PREDICTED}
     assert 'predicted' in done.stdout and 'held to W' in done.stdout
-    again = commands.run([sys.executable, SCRIPT, *QUICK, *flags], timeout=200)
+    again = forked.run([sys.executable, SCRIPT, *QUICK, *flags], timeout=200)
     assert again.returncode == 0
     assert json.loads(file.read_text())['rows'] == [stage, *predicted], 'measured and planned once'
 

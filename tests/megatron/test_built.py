@@ -1,45 +1,49 @@
-"""A model whose layers are elsewhere than the schedule's stages never begins to train."""
-
-from __future__ import annotations
+"""Which layers a model has, and which a checkpoint: none is trained as another."""
 
 import functools
 import json
+from argparse import Namespace
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from example import forget_groups
+from outcome import error_of
+from parsed_flags import PLACED
+
+import megatron_zbpp
+from megatron_zbpp.mcore import layout
+from megatron_zbpp.mcore.checkpoints import KEY, RankFiles, _stages
+from megatron_zbpp.mcore.iteration.model_checks import require_all_layers
+from megatron_zbpp.mcore.layout import StageLayout
+from megatron_zbpp.mcore.programs import Programs
+from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.schedules import build
 
 
-def compared(built, schedule='zb-v'):
+def compared(built, schedule='zb-v', layout=None):
     """What is said where ranks have built these layers, a list for each stage."""
-    from contextlib import nullcontext
-
-    import torch.distributed as dist
-
-    from megatron_zbpp.mcore.iteration.built import require_all_layers
-    from megatron_zbpp.mcore.programs import Programs
-    from megatron_zbpp.mcore.settings import Settings
-
     placement = Programs(Settings(schedule)).placement(2)
 
-    def model(numbers):
-        layers = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in numbers)
-        for layer, number in zip(layers, numbers, strict=True):
+    def with_layers(numbers):
+        module = torch.nn.Module()
+        module.layers = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in numbers)
+        for layer, number in zip(module.layers, numbers, strict=True):
             layer.layer_number = number
-        mtp = torch.nn.Module()
-        mtp.layers = torch.nn.ModuleList([torch.nn.Identity()])
-        mtp.layers[0].layer_number = 1
-        decoder = torch.nn.Module()
-        decoder.layers = layers
-        whole = torch.nn.Module()
-        whole.decoder, whole.mtp = decoder, mtp
-        return whole
+        return module
+
+    def model(numbers):
+        made = torch.nn.Module()
+        made.decoder, made.mtp = with_layers(numbers), with_layers([1])
+        if layout is not None:
+            placed = StageLayout(placement, layout)
+            made.decoder.config = SimpleNamespace(pipeline_model_parallel_layout=placed)
+        return made.decoder if layout else made
 
     models = [model(built[stage]) for stage in placement.stages(dist.get_rank())]
-    try:
-        require_all_layers(models, placement, dist.group.WORLD, nullcontext)
-    except ValueError as error:
-        return str(error)
-    return None
+    return error_of(require_all_layers, models, placement, dist.group.WORLD, nullcontext)
 
 
 @pytest.mark.parametrize(
@@ -61,36 +65,6 @@ def test_another_model(ranks, built):
         assert 'such as zb-h1' in said
 
 
-def in_a_loop(built):
-    """What is said of layers that have been built so in a loop with a layout of 2, 1, 1, 2."""
-    from contextlib import nullcontext
-    from types import SimpleNamespace
-
-    import torch.distributed as dist
-
-    from megatron_zbpp.mcore.iteration.built import require_all_layers
-    from megatron_zbpp.mcore.layout import StageLayout
-    from megatron_zbpp.mcore.programs import Programs
-    from megatron_zbpp.mcore.settings import Settings
-
-    placement = Programs(Settings('interleaved')).placement(2)
-    models = []
-    for stage in placement.stages(dist.get_rank()):
-        model = torch.nn.Module()
-        model.layers = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in built[stage])
-        model.config = SimpleNamespace(
-            pipeline_model_parallel_layout=StageLayout(placement, 'Ett|t|t|ttL')
-        )
-        for layer, number in zip(model.layers, built[stage], strict=True):
-            layer.layer_number = number
-        models.append(model)
-    try:
-        require_all_layers(models, placement, dist.group.WORLD, nullcontext)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
 @pytest.mark.parametrize(
     ('built', 'fits'),
     [
@@ -104,25 +78,19 @@ def in_a_loop(built):
 )
 def test_a_loop(ranks, built, fits):
     """What stock trains so trains; a class that ignores the layout is named."""
-    for found in ranks(2).run(in_a_loop, built):
+    for found in ranks(2).run(compared, built, 'interleaved', 'Ett|t|t|ttL'):
         assert found is None if fits else 'not built by pipeline_model_parallel_layout' in found
 
 
 def built_by(provider, schedule):
     """What a builder of NVIDIA's gives that is called for each chunk: numbers of layers; an error.
-
-    Layers are heterogeneous, by a specification function that is not told which chunk it is for.
-    """
+    Layers are heterogeneous, by a specification function that is not told which chunk it is for."""
     import megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs as specs
-    from example import forget_groups
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.heterogeneous.heterogeneous_config import (
         HeterogeneousTransformerConfig,
     )
-
-    import megatron_zbpp
-    from megatron_zbpp.mcore import building
 
     whole = {'no_op': False, 'replace_with_linear': False, 'n_heads_in_group': 1}
     blocks = [{'attention': whole, 'ffn': whole | {'ffn_mult': 12.0 * n}} for n in (1, 2, 3, 4)]
@@ -153,7 +121,7 @@ def built_by(provider, schedule):
             return GPTModel(config, spec, 64, 16)
 
         try:
-            build = building.of_one_chunk(functools.partial(locals()[provider]))
+            build = layout.of_one_chunk(functools.partial(locals()[provider]))
             models = [build(vp_stage=chunk if chunks > 1 else None) for chunk in range(chunks)]
             found = [
                 (layer.layer_number, layer.mlp.linear_fc2.weight.shape[1])
@@ -189,3 +157,54 @@ def test_a_model_that_is_not_told(ranks):
     for said in ranks(2).run(built_by, 'tells_nobody', 'zb-v'):
         assert 'tells_nobody does not pass vp_stage=0 to the GPTModel' in said
         assert 'such as zb-h1' in said
+
+
+LAYOUT, EMBEDDING, LOSS, *_ = PLACED
+CHUNKS = 'virtual_pipeline_model_parallel_size'
+# Megatron's arguments, name by name, and the layers of each rank
+SAVED = [
+    ({}, [['E 1-4'], ['5-8 L']]),
+    ({CHUNKS: 2}, [['E 1-2', '5-6'], ['3-4', '7-8 L']]),
+    ({'decoder_first_pipeline_num_layers': 3}, [['E 1-3'], ['4-8 L']]),
+    ({'num_layers': 6, EMBEDDING: True, LOSS: True}, [['E 1-3'], ['4-6 L']]),
+    ({LAYOUT: 'Et*3|t*5,L'}, [['E 1-3'], ['4-8 L']]),
+    ({LAYOUT: 'Et|ttt||ttttmL', CHUNKS: 2}, [['E 1', 'none'], ['2-4', '5-8 m1 L']]),
+    ({'mtp_num_layers': 1}, [['E 1-4'], ['5-8 m1 L']]),
+    ({'hybrid_layer_pattern': 'M*M|M-'}, [['E 1-3'], ['4-5 L']]),
+    ({'hybrid_override_pattern': 'M*M-'}, [['E 1-2'], ['3-4 L']]),
+]
+
+
+def told(settings):
+    """What saved arguments of a stock run tell."""
+    args = Namespace(**{'num_layers': 8, 'pipeline_model_parallel_size': 2, **settings})
+    return [list(rank) for rank in RankFiles.saved({'args': args}).layers]
+
+
+@pytest.mark.parametrize(('settings', 'layers'), SAVED, ids=str)
+def test_arguments_tell_the_layers(ranks, settings, layers):
+    assert ranks(1).run(told, settings) == [layers]
+
+
+def saved_and_read():
+    """What is written, read again, and how it differs from other schedules."""
+    args = Namespace(num_layers=4, pipeline_model_parallel_layout='Et|t|t|tL')
+    placed = {name: build(name, 2, 4).placement for name in ('zb-v', 'v-half', 'interleaved')}
+    files = {name: RankFiles.of(name, each, _stages(args, each)) for name, each in placed.items()}
+    again = RankFiles.saved(json.loads(json.dumps({KEY: files['zb-v'].state()})))
+    four = RankFiles.by_megatron(Namespace(num_layers=4, pipeline_model_parallel_size=4))
+    return (
+        again == files['zb-v'],
+        again.layers == files['v-half'].layers,
+        again.layers == files['interleaved'].layers,
+        again.difference(files['interleaved']),
+        again.difference(four),
+        RankFiles.saved({}),
+    )
+
+
+def test_what_is_written_is_compared(ranks):
+    ((written, alike, other, difference, ranks_differ, unknown),) = ranks(1).run(saved_and_read)
+    assert written and alike and not other and unknown is None
+    assert difference == 'rank 0 holds layers E 1 | 4 L by zb-v, but E 1 | 3 by interleaved'
+    assert ranks_differ == "it has 2 pipeline ranks by zb-v, but 4 by Megatron's 1F1B"

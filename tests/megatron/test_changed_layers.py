@@ -1,37 +1,28 @@
 """Models that do not have each layer once: one module that runs twice, pruned, other numbers."""
 
-from __future__ import annotations
-
 import pytest
-from grids import grid
-from models import Job, check, train
-from supported import refuses, supports
+from models import Job, train
+from outcome import error_of
+from rows import row, trains
+from supported import refuses
 
-pytestmark = [pytest.mark.te, pytest.mark.shared]
+pytestmark = pytest.mark.te
 LAYERS = 4  # over ranks: two in each chunk of a V
 WHY = 'a stage cannot be told from one that was built elsewhere'
 
 
-@supports('layers {change}')
-@grid(
-    change=('run twice', 'pruned', 'numbered from 11', 'run twice'),
-    schedule=('zb-h1', 'zb-2p+post-validation', 'interleaved', 'zb-v'),
-    te=(False, True),
-    fused=(True, False, False, True),
-    when=lambda change, schedule, **_: change == 'run twice' or schedule != 'zb-v',
+test_identical_to_megatron = trains(
+    'layers {change}',
+    {'layers': LAYERS},
+    row(
+        '',
+        ('zb-h1', 'zb-2p+post-validation', 'interleaved', 'zb-v'),
+        lambda change, schedule, **_: change == 'run twice' or schedule != 'zb-v',
+        **{'change': ('run twice', 'pruned', 'numbered from 11', 'run twice'), 'te': (False, True)},
+        kernels={'fused': {'fused': True, 'bf16': True}, 'plain': {}},
+    ),
+    te=True,
 )
-def test_identical_to_megatron(te_ranks, data, change, schedule, te, fused):
-    job = Job(layers=LAYERS, change=change, te=te, fused=fused, bf16=fused)
-    check(te_ranks, data, schedule, job)
-
-
-def said(job, argv):
-    """What is said of the model at its first iteration."""
-    try:
-        train(job, argv)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 @refuses('layers {change}', WHY, 'zb-v')
@@ -39,6 +30,6 @@ def said(job, argv):
 def test_refused_in_a_v(ranks, data, change):
     """By name, with a schedule that takes them: see above."""
     job = Job(layers=LAYERS, change=change, te=False)
-    for found in ranks(2).run(said, job, job.argv('zb-v', False, data)):
+    for found in ranks(2).run(error_of, train, job, job.argv('zb-v', False, data)):
         assert found.startswith('the layers of decoder.layers were not built where the schedule')
         assert 'such as zb-h1, for layers that are pruned or have other numbers' in found

@@ -1,19 +1,23 @@
 """Saved by one schedule, resumed by another: as if nothing had happened."""
 
-from __future__ import annotations
+import shutil
+from types import SimpleNamespace
 
 import pytest
-from example import MODEL, run
+from example import run, train, words
+from grids import grid
+from outcome import error_of
 from supported import supports
 
 METADATA = 'iter_0000004/.metadata'
 
 
-@pytest.mark.shared
 @supports('GPT, {precision}, checkpoints go from one schedule to the next', '{first} {second}')
-@pytest.mark.parametrize('precision', ['fp32', 'bf16', 'bf16, distributed optimizer'])
-@pytest.mark.parametrize(
-    ('first', 'second'), [('1f1b', 'zb-v'), ('zb-v', '1f1b'), ('megatron', 'zb-v')]
+@grid(
+    precision=('fp32', 'bf16', 'bf16, distributed optimizer'),
+    first=('1f1b', 'zb-v', 'megatron'),
+    second=('zb-v', '1f1b', 'zb-v'),
+    when=lambda precision, first, second: first != second,
 )
 def test_resume_with_another_schedule(ranks, data, tmp_path, first, second, precision):
     replicas = 2 if 'distributed' in precision else 1
@@ -37,9 +41,6 @@ def test_resume_with_another_schedule(ranks, data, tmp_path, first, second, prec
 
 def said_of(root, changes):
     """What is said of the folder `root`, for each change alone made to it."""
-    import shutil
-    from types import SimpleNamespace
-
     import checkpoints
 
     found = []
@@ -89,21 +90,6 @@ def flip_a_bit(root):
     shard(root).write_bytes(content)
 
 
-def refusal(argv):
-    """On each rank: what is said instead of training."""
-    import checkpoints
-    import pretrain_gpt
-    from example import forget_groups
-
-    try:
-        pretrain_gpt.train(pretrain_gpt.parse_args(argv))
-    except checkpoints.InputError as error:
-        return str(error)
-    finally:
-        forget_groups()
-    return None
-
-
 OTHER = 'give --ckpt-step 2 to go on from iter_0000002, which is whole'
 
 
@@ -125,7 +111,6 @@ def test_a_damaged_checkpoint_is_named(ranks, data, tmp_path):
     assert nothing.endswith('; no other checkpoint in ROOT is whole')
 
     flip_a_bit(tmp_path / 'checkpoint')
-    argv = [*MODEL, *common, '--pipeline-schedule', '1f1b', '--data-path', data]
-    argv += ['--load', tmp_path / 'checkpoint']
-    for said in ranks(2).run(refusal, list(map(str, argv))):
+    argv = words(data, '1f1b', '--load', tmp_path / 'checkpoint', layers=2, m=2)
+    for said in ranks(2).run(error_of, train, argv, tmp_path / 'metrics'):
         assert f'{shard(tmp_path / "checkpoint")} is damaged: not what was saved; {OTHER}' == said

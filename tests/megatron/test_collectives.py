@@ -1,12 +1,8 @@
 """Collectives of tensor and sequence parallelism: what a split of the backward adds to Megatron's.
-
 Every layer gathers twice in the forward and four times in the backward: inputs of its two products
 that are parallel by columns, for their weight gradients, and gradients of the outputs of the two
 that are parallel by rows. What waits for W does so as each rank's own rows, so that W gathers all
-four; B needs those of outputs only.
-"""
-
-from __future__ import annotations
+four; B needs those of outputs only."""
 
 from collections import Counter
 from unittest import mock

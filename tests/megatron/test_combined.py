@@ -8,20 +8,22 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from typing import Any
 from unittest import mock
 
 import events
 import pytest
 from collectives import counted
-from nvidia import SCRIPT, launch, needs_training, run, since
+from grids import some
+from nvidia import EARLY, SCRIPT, by, go_on, launch, needs_training, run
 from outcome import of_all, refusal
 from supported import refuses, supports
 from test_auto import told
 from test_collectives import TP, norms_for_sequence_parallelism, of_tensor_parallelism
 from test_launch import MOE, NO_CLIPPING
-from test_launch_post_validation import EARLY
 
+from megatron_zbpp.guests import measurements
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.mcore.lowered import for_megatron
 from megatron_zbpp.schedules import build
@@ -46,10 +48,8 @@ MODELS = {
 
 @contextmanager
 def combined_steps(training: Any) -> Iterator[list[tuple[str | int, ...]]]:
-    """What each combined step of the last iteration ran, by microbatch and chunk of this rank.
-
-    And how many layers it ran of both at once.
-    """
+    """What each combined step of the last iteration ran, by microbatch and chunk of this rank. And
+    how many layers it ran of both at once."""
     from megatron.core.models.common import model_chunk_schedule_plan as plans
     from megatron.core.pipeline_parallel import combined_1f1b
 
@@ -104,34 +104,17 @@ def planned(p: int, rank: int, layers: int) -> list[tuple]:
     return entries
 
 
-FIRST = (2, 'experts')  # of which each run has the case
-
-
 def flags_of(model: str, p: int) -> list:
     words = [str(word).format(rest=2 * p - 1) for word in MODELS[model]]
     words += [] if '--fp16' in words else ['--bf16']
     return [*BASE, *EXPERTS, *words, '--num-layers', 2 * p, '--pipeline-model-parallel-size', p]
 
 
-CASES = [
-    pytest.param(p, model, id=f'{model}-{p}', marks=[pytest.mark.full] * ((p, model) != FIRST))
-    for model in MODELS
-    for p in (2, 4)
-]
-
-
 @supports('overlapped communication of experts: {model}', 'dualpipe-v')
-@pytest.mark.parametrize(('p', 'model'), CASES)
+@some('p, model', [(2, 'experts')], *product((2, 4), MODELS))
 def test_identical_to_megatron(ranks, tmp_path, p, model):
     """From a checkpoint of Megatron's own 1F1B; each cell is one combined step, as planned."""
-    flags = flags_of(model, p)
-    stock = run(ranks(2 * p), *flags, '--save', tmp_path, '--save-interval', 1)
-    assert len(set(stock.losses.values())) == 3
-    ours = [*OURS, '--load', tmp_path, '--ckpt-step', 1]
-    found = run(ranks(2 * p), *flags, *ours, event=combined_steps)
-    assert found.losses == since(1, stock.losses)
-    assert found.parameters == stock.parameters
-    assert found.optimizer == stock.optimizer
+    found, _ = go_on(ranks(2 * p), tmp_path, flags_of(model, p), OURS, event=combined_steps)
     for rank, steps in enumerate(found.reported):
         if model == 'experts':
             assert steps == planned(p, rank // 2, layers=1)
@@ -144,17 +127,11 @@ INTERLEAVED = ['--num-virtual-stages-per-pipeline-rank', 2, OVERLAP]
 @supports(
     "overlapped communication of experts, beside Megatron's interleaved with it", 'dualpipe-v'
 )
-@pytest.mark.parametrize('p', [2, pytest.param(4, marks=pytest.mark.full)])
+@some('p', [2], 4)
 def test_identical_to_what_megatron_overlaps(ranks, tmp_path, p):
     """Its own schedule with the same step; both from one checkpoint."""
-    flags = flags_of('experts', p)
-    saving = ['--save', tmp_path, '--save-interval', 1, *INTERLEAVED]
-    stock = run(ranks(2 * p), *flags, *saving, event=events.aliased_sends)
-    ours = run(ranks(2 * p), *flags, *OURS, '--load', tmp_path, '--ckpt-step', 1)
-    assert len(set(stock.losses.values())) == 3
-    assert ours.losses == since(1, stock.losses)
-    assert ours.parameters == stock.parameters
-    assert ours.optimizer == stock.optimizer
+    how = {'theirs': INTERLEAVED, 'stock_event': events.aliased_sends}
+    go_on(ranks(2 * p), tmp_path, flags_of('experts', p), OURS, **how)
 
 
 TE = ['--transformer-impl', 'transformer_engine', '--moe-grouped-gemm']
@@ -169,26 +146,12 @@ MODELS_OF_TE = {
 
 @pytest.mark.te
 @supports('overlapped communication of experts {model}', 'dualpipe-v')
-@pytest.mark.parametrize(
-    ('p', 'model'),
-    [
-        pytest.param(
-            p, model, id=f'{p}-{model}', marks=[pytest.mark.full] * ((p, words) != (2, []))
-        )
-        for p in (2, 4)
-        for model, words in MODELS_OF_TE.items()
-    ],
-)
+@some('p, model', [(2, 'in one product')], *product((2, 4), MODELS_OF_TE))
 def test_transformer_engine(te_ranks, tmp_path, p, model):
     """Whose modules delay weight gradients, though Megatron's plans are to find that none does."""
-    flags = [*flags_of('experts', p), *TE, *MODELS_OF_TE[model]]
-    stock = run(te_ranks(2 * p), *flags, '--save', tmp_path, '--save-interval', 1)
-    loading = ['--load', tmp_path, '--ckpt-step', 1, '--delay-wgrad-compute']
-    ours = run(te_ranks(2 * p), *flags, *OURS, *loading, event=combined_steps)
-    assert ours.losses == since(1, stock.losses)
-    assert ours.parameters == stock.parameters
-    assert ours.optimizer == stock.optimizer
-    assert all(any(len(step) > 2 for step in steps) for steps in ours.reported)
+    flags, ours = [*flags_of('experts', p), *TE, *MODELS_OF_TE[model]], ['--delay-wgrad-compute']
+    found, _ = go_on(te_ranks(2 * p), tmp_path, flags, [*OURS, *ours], event=combined_steps)
+    assert all(any(len(step) > 2 for step in steps) for steps in found.reported)
 
 
 SHARDED = ['--tensor-model-parallel-size', 2, '--sequence-parallel', '--train-iters', 2]
@@ -216,11 +179,9 @@ def sharded(ranks: Any, *argv: Any) -> tuple[Counter[str], bool]:
 
 
 def check_collectives(ranks: Any, *argv: Any) -> None:
-    """A pass that runs as one with another gathers as often as stock does; W passes once more.
-
-    Of a layer's products those of the attention are parallel; W needs the gradient of the output
-    of one of them as a whole, which B has gathered, too.
-    """
+    """A pass that runs as one with another gathers as often as stock does; W passes once more. Of a
+    layer's products those of the attention are parallel; W needs the gradient of the output of one
+    of them as a whole, which B has gathered, too."""
     theirs, _ = sharded(ranks, *argv)
     ours, joined = sharded(ranks, *argv, *OURS)
     assert joined and theirs['reduce-scatter']
@@ -242,26 +203,16 @@ def test_collectives(ranks):
 @pytest.mark.full
 @supports('overlapped communication of experts', 'dualpipe-v+post-validation')
 def test_post_validation(ranks, tmp_path):
-    flags = [*flags_of('experts', 2), '--train-iters', 6]
-    stock = run(ranks(4), *flags, '--save', tmp_path, '--save-interval', 1)
-    ours = run(ranks(4), *flags, *OURS, *EARLY, '--load', tmp_path, '--ckpt-step', 1)
-    assert ours.losses == since(1, stock.losses)
-    assert ours.parameters == stock.parameters
-    assert ours.optimizer == stock.optimizer
+    go_on(ranks(4), tmp_path, [*flags_of('experts', 2), '--train-iters', 6], [*OURS, *EARLY])
 
 
 @pytest.mark.full
 @supports('overlapped communication of experts', 'stp')
 def test_stp(ranks, tmp_path):
     """Its F & B run as one; Megatron has nothing for its F & F and F & W, which run apart."""
-    flags = flags_of('experts', 2)
-    stock = run(ranks(4), *flags, '--save', tmp_path, '--save-interval', 1)
-    given = ['--pipeline-schedule', 'stp', OVERLAP, '--load', tmp_path, '--ckpt-step', 1]
-    ours = run(ranks(4), *flags, *given, event=combined_steps)
-    assert ours.losses == since(1, stock.losses)
-    assert ours.parameters == stock.parameters
-    assert ours.optimizer == stock.optimizer
-    assert all(any(len(step) > 2 for step in steps) for steps in ours.reported)
+    flags, ours = flags_of('experts', 2), [*by('stp'), OVERLAP]
+    found, _ = go_on(ranks(4), tmp_path, flags, ours, event=combined_steps)
+    assert all(any(len(step) > 2 for step in steps) for steps in found.reported)
 
 
 @pytest.mark.full
@@ -273,12 +224,8 @@ def test_a_file(ranks, tmp_path):
     own = schedule.of('own', schedule.placement, M, orders)
     (tmp_path / 'own.json').write_text(own.to_json())
     flags = [*flags_of('experts', 2), '--eval-interval', 2, '--eval-iters', 1, '--split', '90,10,0']
-    stock = run(ranks(4), *flags, '--save', tmp_path, '--save-interval', 1)
-    loading = ['--load', tmp_path, '--ckpt-step', 1, OVERLAP]
-    loading += ['--pipeline-schedule-file', tmp_path / 'own.json']
-    ours = run(ranks(4), *flags, *loading)
-    assert ours.losses == since(1, stock.losses)
-    assert ours.parameters == stock.parameters
+    ours = [OVERLAP, '--pipeline-schedule-file', tmp_path / 'own.json']
+    go_on(ranks(4), tmp_path, flags, ours)
 
 
 def _whole(order: Any) -> Iterator[Any]:
@@ -292,12 +239,8 @@ def _whole(order: Any) -> Iterator[Any]:
 
 @contextmanager
 def hiding(training: Any) -> Iterator[tuple[list[str], list]]:
-    """What auto says, and what combined steps ran, where cells take half of their passes' time.
-
-    On a CPU nothing hides.
-    """
-    from megatron_zbpp.guests import measurements
-
+    """What auto says, and what combined steps ran, where cells take half of their passes' time. On
+    a CPU nothing hides."""
     fit = measurements.measured_costs
     measured = []
 
@@ -315,18 +258,14 @@ def hiding(training: Any) -> Iterator[tuple[list[str], list]]:
 
 
 @supports('overlapped communication of experts, by what cells were measured to take', 'auto')
-@pytest.mark.parametrize('p', [2, pytest.param(4, marks=pytest.mark.full)])
+@some('p', [2], 4)
 def test_auto(ranks, tmp_path, p):
     """It begins with dualpipe-v, and switches to a plan with cells."""
     flags = [*flags_of('experts', p), '--train-iters', 7]
-    stock = run(ranks(2 * p), *flags, '--save', tmp_path, '--save-interval', 1)
-    auto = ['--pipeline-schedule', 'auto', '--pipeline-schedule-profile-iters', 1, OVERLAP]
-    ours = run(ranks(2 * p), *flags, *auto, '--load', tmp_path, '--ckpt-step', 1, event=hiding)
-    assert ours.losses == since(1, stock.losses)
-    assert ours.parameters == stock.parameters
-    assert ours.optimizer == stock.optimizer
-    assert any('switches' in line for line in ours.reported[0][0])
-    for _, steps in ours.reported:
+    auto = [*by('auto'), '--pipeline-schedule-profile-iters', 1, OVERLAP]
+    found, _ = go_on(ranks(2 * p), tmp_path, flags, auto, event=hiding)
+    assert any('switches' in line for line in found.reported[0][0])
+    for _, steps in found.reported:
         assert any(len(step) > 2 for step in steps)
 
 
@@ -351,10 +290,6 @@ def test_offload_is_refused(ranks):
 @pytest.mark.full
 def test_a_two_way_pipeline(ranks, tmp_path):
     """Its pairs run as one, over experts that both replicas share."""
-    flags = ['--pipeline-model-parallel-size', 2, *EXPERTS, *BASE, '--bf16', '--num-layers', 4]
-    stock = run(ranks(4), *flags, '--save', tmp_path, '--save-interval', 1)
-    flags += ['--load', tmp_path, '--ckpt-step', 1, '--pipeline-schedule', 'dualpipe', OVERLAP]
-    found = run(ranks(4), *flags, event=combined_steps)
+    ours = [*by('dualpipe'), OVERLAP]
+    found, _ = go_on(ranks(4), tmp_path, flags_of('experts', 2), ours, event=combined_steps)
     assert any(found.reported), 'steps that ran both'
-    assert found.losses == since(1, stock.losses)
-    assert found.parameters == stock.parameters

@@ -1,12 +1,19 @@
 """What Megatron-Core keeps to itself is in the installed release, and is what we take it for."""
 
-from __future__ import annotations
-
+import importlib
+import inspect
 import os
+import sys
+from pkgutil import resolve_name
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-pytestmark = pytest.mark.each_release
+from megatron_zbpp.mcore import compat
+from megatron_zbpp.mcore.techniques import overlap
+
+pytestmark = [pytest.mark.each_release, pytest.mark.on_ranks(2)]
 
 # what the functions of `compat` read of objects, by class
 ATTRIBUTES = {
@@ -29,25 +36,15 @@ ATTRIBUTES = {
 }
 
 
-def missing(path, names):
-    """The names that the class does not make in its objects."""
-    from pkgutil import resolve_name
-
-    made = resolve_name(path).__init__.__code__.co_names
-    return [name for name in names if name not in made]
-
-
 @pytest.mark.parametrize(('path', 'names'), ATTRIBUTES.items())
-def test_attributes(ranks, path, names):
-    assert ranks(2).run(missing, path, names) == [[]] * 2
+def test_attributes(path, names):
+    """The class makes them in its objects."""
+    assert {*names} <= {*resolve_name(path).__init__.__code__.co_names}
 
 
-def states():
-    """Whether random states that are set back give the same numbers again, tracked ones too."""
-    import torch
+def test_random_states():
+    """Set back they give the same numbers again, tracked ones too."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    from megatron_zbpp.mcore import compat
 
     tracker = get_cuda_rng_tracker()
     tracker.reset()
@@ -62,58 +59,35 @@ def states():
     tracked = {name: state.clone() for name, state in tracked.items()}
     before = drawn()
     compat.set_random_states(host, device, tracked)
-    same = torch.equal(before, drawn())
+    assert torch.equal(before, drawn())
     tracker.reset()
-    return same
 
 
-def test_random_states(ranks):
-    assert ranks(2).run(states) == [True] * 2
-
-
-def ranges():
+def test_ranges():
     """Whether Megatron's ranges are asked for, before a program does so and after."""
     from megatron.core.utils import configure_nvtx_profiling
-
-    from megatron_zbpp.mcore import compat
 
     before = compat.nvtx_enabled()
     configure_nvtx_profiling(True)
     asked = compat.nvtx_enabled()
     configure_nvtx_profiling(False)
-    return before, asked
+    assert (before, asked) == (False, True)
 
 
-def test_ranges(ranks):
-    assert ranks(2).run(ranges) == [(False, True)] * 2
-
-
-def backward():
-    """Whether `backward_step` takes behind the tensors what we give it."""
-    import inspect
-
-    import torch
+def test_backward_arguments():
+    """`backward_step` takes them behind the tensors."""
     from megatron.core.pipeline_parallel import schedules
-
-    from megatron_zbpp.mcore import compat
 
     model = torch.nn.Linear(1, 1)
     model.model_type = 'one'
     given = compat.backward_arguments(model, 'its config')
     bound = inspect.signature(schedules.backward_step).bind(None, None, None, *given)
-    return bound.arguments['config']
+    assert bound.arguments['config'] == 'its config'
 
 
-def test_backward_arguments(ranks):
-    assert ranks(2).run(backward) == ['its config'] * 2
-
-
-def logged():
-    """What a router's loss that is logged by Megatron's own function reads as."""
-    import torch
+def test_logged_losses():
+    """Of a router, logged by Megatron's own function."""
     from megatron.core.transformer.moe import moe_utils
-
-    from megatron_zbpp.mcore import compat
 
     record = getattr(moe_utils, 'save_to_aux_losses_tracker', None)
     if record is not None:
@@ -123,20 +97,11 @@ def logged():
     losses = compat.logged_losses()
     values = compat.logged_values(losses['load']).tolist()
     losses.clear()
-    return values
-
-
-def test_logged_losses(ranks):
-    assert ranks(2).run(logged) == [[0, 1, 0]] * 2
+    assert values == [0, 1, 0]
 
 
 def batch_module(checkout):
     """Whether the module that is named defines the function; None: there is no training loop."""
-    import importlib
-    import sys
-
-    from megatron_zbpp.mcore import compat
-
     if checkout:
         sys.path.insert(0, checkout)
     try:
@@ -154,23 +119,14 @@ def test_batch_module(ranks):
     assert found == [True] * 2
 
 
-def combined_step_takes():
-    """Whether Megatron's combined step is there, its streams ready, and takes what we give it."""
-    import inspect
-    from types import SimpleNamespace
-
+def test_combined_step():
+    """It is there, its streams ready, and takes what we give it."""
     from megatron.core.pipeline_parallel import utils
-
-    from megatron_zbpp.mcore import compat
-    from megatron_zbpp.mcore.techniques import overlap
 
     utils._COMM_STREAM = None
     step = compat.combined_step(SimpleNamespace(high_priority_a2a_comm_stream=False))
     given = {'forward_step_func', 'config', 'forward_data_store', *overlap._ARGUMENTS}
     given |= {'f_model_chunk_id', 'is_first_microbatch', 'current_microbatch'}
     given |= {'collect_non_loss_data', 'num_microbatches'}
-    return utils.get_comm_stream() is not None, given - inspect.signature(step).parameters.keys()
-
-
-def test_combined_step(ranks):
-    assert ranks(2).run(combined_step_takes) == [(True, set())] * 2
+    assert utils.get_comm_stream() is not None
+    assert given <= inspect.signature(step).parameters.keys()

@@ -7,7 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from commands import run
+from example import forget_groups
+
+from megatron_zbpp.emulation import cpu
 
 
 def test_too_late_is_an_error():
@@ -17,13 +22,10 @@ def test_too_late_is_an_error():
     assert 'call it before megatron.core is imported' in done.stderr
 
 
-def seeded():
-    """Random numbers after two seeds, from Megatron's model-parallel generator."""
-    import torch
-    from example import forget_groups
+@pytest.mark.on_ranks(2)
+def test_seeds_are_applied():
+    """A CUDA that never starts would queue them, and nothing would fail."""
     from megatron.core import parallel_state, tensor_parallel
-
-    from megatron_zbpp.emulation import cpu
 
     cpu.install()  # again: nothing happens
     parallel_state.initialize_model_parallel()
@@ -33,18 +35,13 @@ def seeded():
         with tensor_parallel.get_cuda_rng_tracker().fork():
             drawn.append(torch.rand(3, device='cuda').tolist())
     forget_groups()
-    return cpu.installed(), drawn
+    one, two, again = drawn
+    assert cpu.installed() and one == again != two
 
 
-def test_seeds_are_applied(ranks):
-    """A CUDA that never starts would queue them, and nothing would fail."""
-    for installed, (one, two, again) in ranks(2).run(seeded):
-        assert installed and one == again != two
-
-
-def backwards():
+@pytest.mark.on_ranks(2)
+def test_backward_keeps_to_the_cpu():
     """Code inside a layer's backward that asks for CUDA gets the CPU, however it is started."""
-    import torch
 
     class AsksForCuda(torch.autograd.Function):
         @staticmethod
@@ -60,40 +57,25 @@ def backwards():
         x = torch.ones(2, requires_grad=True)
         start(AsksForCuda.apply(x), torch.tensor([1.0, 3.0]))
         gradients.append(x.grad.tolist())
-    return gradients
+    assert gradients == [[2.0, 6.0]] * 2
 
 
-def test_backward_keeps_to_the_cpu(ranks):
-    assert ranks(2).run(backwards) == [[[2.0, 6.0]] * 2] * 2
-
-
-def gathered(async_op):
-    import torch
-    import torch.distributed as dist
-
+@pytest.mark.on_ranks(3)
+@pytest.mark.parametrize('async_op', [False, True])
+def test_gathers_tensors_of_any_size(async_op):
     sizes = [3, 0, 2]
     outputs = [torch.empty(size) for size in sizes]
     own = torch.full((sizes[dist.get_rank()],), float(dist.get_rank()))
     work = dist.all_gather(outputs, own, async_op=async_op)
     if async_op:
         work.wait()
-    return torch.cat(outputs).tolist()
-
-
-@pytest.mark.parametrize('async_op', [False, True])
-def test_gathers_tensors_of_any_size(ranks, async_op):
-    assert ranks(3).run(gathered, async_op) == [[0, 0, 0, 2, 2]] * 3
+    assert torch.cat(outputs).tolist() == [0, 0, 0, 2, 2]
 
 
 def leave(folder: Path, pairs: int = 4) -> None:
     """Prints how pairs of ranks end when a collective is over for them, while a thread of it is
     busy for longer: it lets go of many tensors."""
-    from megatron_zbpp.emulation import cpu
-
     cpu.install()
-    import torch
-    import torch.distributed as dist
-
     for pair in range(pairs):
         ranks = []
         for rank in range(2):

@@ -1,7 +1,5 @@
 """`zbpp doctor`: installation, patches, launch lines."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io
@@ -11,24 +9,32 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import forked
 import pytest
+import torch
 from commands import run
 from nvidia import CHECKOUT, needs_training
 
+from megatron_zbpp.analysis import gain
+from megatron_zbpp.cli import main
+from megatron_zbpp.ir.formats import UNITS, memory_of_plan
 from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.schedules import build
 
-SIZES = [
-    *('--num-layers', '22', '--hidden-size', '64', '--num-attention-heads', '4'),
-    *('--seq-length', '64', '--micro-batch-size', '2', '--pipeline-model-parallel-size', '8'),
-    '--account-for-embedding-in-pipeline-split',
-    '--account-for-loss-in-pipeline-split',
-]
+SIZES = '--num-layers 22 --hidden-size 64 --num-attention-heads 4 --seq-length 64'.split()
+SIZES += '--micro-batch-size 2 --pipeline-model-parallel-size 8'.split()
+ENDS = ['--account-for-embedding-in-pipeline-split', '--account-for-loss-in-pipeline-split']
+SIZES += ENDS
+
+
+def line(*more, schedule='zb-v', gpus=8, batch=48):
+    """Of a job of those sizes."""
+    given = [*SIZES, '--global-batch-size', batch, '--pipeline-schedule', schedule, *more]
+    return ['--gpus', gpus, '--', *given]
 
 
 def doctor(words, training=False):
     """Exit code, what it printed, and what it complained of; on each rank."""
-    from megatron_zbpp.cli import main
     from megatron_zbpp.mcore.command_line import launch_line
 
     if CHECKOUT and CHECKOUT not in sys.path:
@@ -76,15 +82,14 @@ def test_command():
     assert ', idle GPU time 6.1%; window ' in lines[2] and '% less time than 1f1b' in lines[2]
     assert lines[3] == MEANING
     assert 'parallel_state.initialize_model_parallel' not in done.stdout
-    told = run([zbpp, 'doctor', '--verbose', '--', *words]).stdout
+    told = forked.run([zbpp, 'doctor', '--verbose', '--', *words]).stdout
     assert '  megatron.core.parallel_state.initialize_model_parallel\n' in told
 
 
 def looked_at():
     """What is told, and how many passes each schedule has that is simulated, of a large job."""
-    from megatron_zbpp.analysis import gain
-    from megatron_zbpp.mcore.command_line import dry_run
     from megatron_zbpp.mcore.command_line.doctor import examine
+    from megatron_zbpp.mcore.iteration import announcement
 
     told, simulated = [], []
 
@@ -92,10 +97,10 @@ def looked_at():
         simulated.append(sum(map(len, schedule.passes)))
         return simulate(schedule, costs)
 
-    simulate, starts = dry_run.simulate, AssertionError('doctor starts nothing')
+    simulate, starts = announcement.simulate, AssertionError('doctor starts nothing')
     words = [*SIZES, '--num-layers', '64', '--pipeline-model-parallel-size', '16']
     with (
-        mock.patch.object(dry_run, 'simulate', counted),
+        mock.patch.object(announcement, 'simulate', counted),
         mock.patch.object(gain, 'simulate', counted),
         mock.patch('torch.distributed.new_group', side_effect=starts),
         mock.patch('torch.distributed.init_process_group', side_effect=starts),
@@ -116,7 +121,6 @@ def test_what_is_looked_at_is_told(ranks):
 def test_a_plan_is_simulated_by_its_own_costs(ranks, tmp_path):
     """Doctor and `zbpp simulate` say the same; of a plan of an older release what it lacks."""
     from megatron_zbpp import Costs, build, simulate
-    from megatron_zbpp.ir.formats import UNITS, memory_of_plan
 
     made = build('zb-h1', 2, 4)
     costs = Costs.of([1, 4], [1, 4], [1, 4], comm=0.5)
@@ -137,8 +141,6 @@ def test_a_plan_is_simulated_by_its_own_costs(ranks, tmp_path):
 
 
 def test_installation(ranks):
-    import torch
-
     code, found = report(ranks)
     assert code == 0 and found['fine'] and found['launch_line'] is None
     assert found['versions']['torch'].partition('+')[0] == torch.__version__.partition('+')[0]
@@ -192,18 +194,17 @@ def test_moved_upstream(ranks, what, name, number):
 
 
 def test_plan(ranks):
-    words = ['--', *SIZES, '--global-batch-size', 48, '--pipeline-schedule', 'zb-v']
-    code, found = report(ranks, '--gpus', 8, *words)
-    line = found['launch_line']
-    assert code == 0 and line['schedule'] == 'zb-v' and line['refused'] == []
-    assert line['parallel'] == {'GPUs': 8, 'tensor': 1, 'context': 1, 'pipeline': 8, 'data': 1}
-    assert line['stages'][0] == [7, 8] and line['stages'][7] == [0, 15]
-    assert line['layers'] == [1, *[2] * 7, *[1] * 7, 0]
-    (iteration,) = line['iterations']
+    code, found = report(ranks, *line())
+    told = found['launch_line']
+    assert code == 0 and told['schedule'] == 'zb-v' and told['refused'] == []
+    assert told['parallel'] == {'GPUs': 8, 'tensor': 1, 'context': 1, 'pipeline': 8, 'data': 1}
+    assert told['stages'][0] == [7, 8] and told['stages'][7] == [0, 15]
+    assert told['layers'] == [1, *[2] * 7, *[1] * 7, 0]
+    (iteration,) = told['iterations']
     assert iteration['microbatches'] == 24
     # of layers as they are; equal stages have the 4.6 % of docs/choosing.md
     assert round(iteration['idle_busiest_rank'], 3) == 0.061 and iteration['window'] > 72
-    assert 'megatron.training is not here' in line['notes'][0]
+    assert 'megatron.training is not here' in told['notes'][0]
 
 
 @pytest.mark.parametrize(
@@ -244,8 +245,7 @@ def test_what_an_offload_frees(ranks):
     """As `zbpp simulate` has it; where it is of little use, that is said; as recomputation is."""
 
     def told(schedule, *more):
-        words = [*SIZES, '--global-batch-size', 48, '--pipeline-schedule', schedule, *more]
-        code, found = report(ranks, '--gpus', 8, '--', *words)
+        code, found = report(ranks, *line(*more, schedule=schedule))
         (iteration,) = found['launch_line']['iterations']
         assert code == 0
         return max(iteration['peaks']), found['launch_line']['notes'][-1]
@@ -255,8 +255,7 @@ def test_what_an_offload_frees(ranks):
     assert note.endswith(' on the host')
     assert 'W needs most until it has run; po and' in told('zb-h1', '--pipeline-offload', 'all')[1]
     assert told('gpipe', '--pipeline-recompute', 'all')[0] == 1
-    words = ['--gpus', 8, '--', *SIZES, '--pipeline-schedule', 'zb-v', '--pipeline-offload', 3]
-    assert 'offload of 3 chunks: a rank has 2' in refusal(ranks, *words)
+    assert 'offload of 3 chunks: a rank has 2' in refusal(ranks, *line('--pipeline-offload', 3))
 
 
 SHARED = ['--tensor-model-parallel-size', 8, '--num-attention-heads', 8]
@@ -276,8 +275,7 @@ SHARED = ['--tensor-model-parallel-size', 8, '--num-attention-heads', 8]
 )
 def test_layer(ranks, words, activation, retained):
     """What it holds from F to B, and what waits for W, which may be more."""
-    given = [*SIZES, '--global-batch-size', 48, '--pipeline-schedule', 'zb-v', *words]
-    _, found = report(ranks, '--gpus', 64, '--', *given)
+    _, found = report(ranks, *line(*words, gpus=64))
     layer = found['launch_line']['layer']
     if activation is None:
         assert layer is None
@@ -285,7 +283,7 @@ def test_layer(ranks, words, activation, retained):
     assert layer['unit'] == 64 * 2 * 64
     held = [layer[name] / layer['unit'] for name in ('activation', 'retained')]
     assert held == pytest.approx([activation, retained])
-    (_, out, _), _ = ranks(2).run(doctor, ['--gpus', 64, '--', *given])
+    (_, out, _), _ = ranks(2).run(doctor, line(*words, gpus=64))
     assert f'holds about {activation:.4g} s·b·h' in out
     assert f'{retained:.4g} s·b·h (' in out and 'between B and W' in out
 
@@ -324,8 +322,7 @@ def test_sizes_of_evaluations(ranks, tmp_path):
 
 
 def test_layers_need_not_divide(ranks):
-    words = [*SIZES, '--num-layers', 21, '--global-batch-size', 48, '--pipeline-schedule', 'zb-h1']
-    code, found = report(ranks, '--gpus', 8, '--', *words)
+    code, found = report(ranks, *line('--num-layers', 21, schedule='zb-h1'))
     assert code == 0 and sum(found['launch_line']['layers']) == 21
 
 
@@ -363,9 +360,8 @@ def test_refused(ranks):
 @pytest.mark.parametrize(('schedule', 'sums'), [('zb-2p', True), ('zb-v', False)])
 def test_what_still_waits(ranks, schedule, sums):
     """Steps are validated later: what else makes ranks wait is named, with what to do."""
-    words = [*SIZES, '--global-batch-size', 48, '--pipeline-schedule', schedule]
-    words += ['--enable-optimizer-post-validation', '--calculate-per-token-loss']
-    code, found = report(ranks, '--', *words, training=True)
+    more = ['--enable-optimizer-post-validation', '--calculate-per-token-loss']
+    code, found = report(ranks, *line(*more, schedule=schedule), training=True)
     notes = found['launch_line']['notes']
     assert code == 0
     assert any('all ranks wait: calculate_per_token_loss=True: ' in note for note in notes)
@@ -376,8 +372,7 @@ def test_what_still_waits(ranks, schedule, sums):
 
 def test_another_model_is_trained(ranks):
     """An asynchronous schedule says how old weights are, and how many copies there are."""
-    words = [*SIZES, '--global-batch-size', 4, '--pipeline-schedule', 'pipedream']
-    code, found = report(ranks, '--gpus', 8, '--', *words)
+    code, found = report(ranks, *line(schedule='pipedream', batch=4))
     (note,) = [each for each in found['launch_line']['notes'] if 'trains another model' in each]
     assert code == 0 and note.startswith('2 microbatches: asynchronous')
     assert 'are 3.5 3 2.5 2 1.5 1 0.5 0 steps old' in note
@@ -393,48 +388,35 @@ def test_nothing_to_do(ranks, size):
     assert ('one pipeline rank has no pipeline' in out) == (size == 1)
 
 
+V = '--pipeline-schedule zb-v'
+
+
 @pytest.mark.parametrize(
     ('words', 'said'),
     [
-        (['--pipeline-schedule', 'zb-x'], 'zb-x'),
-        (['--pipeline-schedule', 'zb-v', '--num-layers', '7'], '7 layers cannot be placed'),
-        (['--pipeline-schedule', 'zb-v', '--num-layers', 'many'], 'invalid int value'),
-        (['--pipeline-schedule', 'zb-v', '--global-batch-size', '3'], '3 does not divide by 2'),
-        (['--pipeline-schedule', 'zb-v', '--micro-batch-size', '0'], '--micro-batch-size'),
-        (['--pipeline-schedule', 'zb-v', '--tensor-model-parallel-size', '3'], '--gpus'),
-        (['--pipeline-schedule-file', 'no-such-file.json'], 'no-such-file.json'),
+        ('--pipeline-schedule zb-x', 'zb-x'),
+        (f'{V} --num-layers 7', '7 layers cannot be placed'),
+        (f'{V} --num-layers many', 'invalid int value'),
+        (f'{V} --global-batch-size 3', '3 does not divide by 2'),
+        (f'{V} --micro-batch-size 0', '--micro-batch-size'),
+        (f'{V} --tensor-model-parallel-size 3', '--gpus'),
+        ('--pipeline-schedule-file no-such-file.json', 'no-such-file.json'),
         (
-            ['--pipeline-schedule', 'chimera', '--global-batch-size', '3'],
+            '--pipeline-schedule chimera --global-batch-size 4',
             'data-parallel size 1 is wrong because chimera runs on pairs of replicas',
         ),
         (
-            ['--pipeline-schedule', 'pipedream-2bw', '--global-batch-size', '12'],
+            '--pipeline-schedule pipedream-2bw --global-batch-size 12',
             'pipedream-2bw with 6 microbatches on 8 ranks needs weights before they are made',
         ),
-        (
-            ['--pipeline-schedule', 'zb-v', '--pipeline-slices', '7,9'],
-            'slices: 7,9 are 16 tokens, but sequences have',
-        ),
-        (['--pipeline-shedule', 'zb-v'], 'not known: did you mean --pipeline-schedule?'),
-        (['--enable-optimiser-post-validation'], 'mean --enable-optimizer-post-validation?'),
-    ],
-    ids=[
-        'name',
-        'layers',
-        'number',
-        'batch',
-        'micro',
-        'gpus',
-        'file',
-        'routes',
-        'versions',
-        'slices',
-        'flag',
-        'switch',
+        (f'{V} --pipeline-slices 7,9', 'slices: 7,9 are 16 tokens, but sequences have'),
+        ('--pipeline-shedule zb-v', 'not known: did you mean --pipeline-schedule?'),
+        ('--enable-optimiser-post-validation', 'mean --enable-optimizer-post-validation?'),
     ],
 )
 def test_bad_input(ranks, words, said):
-    assert said in refusal(ranks, '--gpus', 8, '--', *SIZES, '--global-batch-size', 48, *words)
+    given = [*SIZES, '--global-batch-size', 48, *words.split()]
+    assert said in refusal(ranks, '--gpus', 8, '--', *given)
 
 
 SMALL = '--num-layers 8 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --train-iters 4'
@@ -522,26 +504,17 @@ def test_gpus_by_torchrun_that_cannot_be_known(ranks):
 
 def test_what_slices_refuse(ranks):
     """By name, as a run does; the same line without slices is fine."""
-    words = [*SIZES, '--global-batch-size', 48, '--pipeline-schedule', 'zb-v']
-    words += ['--moe-expert-capacity-factor', 2]
+    words = ['--moe-expert-capacity-factor', 2]
     for more, refused in ([], []), (['--pipeline-slices', 4], ['moe_expert_capacity_factor']):
-        code, found = report(ranks, '--gpus', 8, '--', *words, *more)
+        code, found = report(ranks, *line(*words, *more))
         assert [each['setting'] for each in found['launch_line']['refused']] == refused
         assert code == bool(refused)
 
 
 @needs_training
 def test_by_megatrons_own_parser(ranks):
-    words = [
-        *SIZES,
-        '--global-batch-size',
-        48,
-        '--pipeline-schedule',
-        'zb-v',
-        '--mtp-num-layers',
-        1,
-        '--tp-comm-overlap',
-    ]
+    words = [*SIZES, '--global-batch-size', 48, '--pipeline-schedule', 'zb-v']
+    words += ['--mtp-num-layers', 1, '--tp-comm-overlap']
     mistaken = ['--mistaken', '--untie-embedding-and-output-weights']
     code, found = report(ranks, '--', *words, *mistaken, training=True)
     line = found['launch_line']
@@ -567,11 +540,8 @@ def every_flag():
 
     ours = argparse.ArgumentParser()
     flags.add_arguments(ours)
-    theirs = launch_line._megatrons_parser()._option_string_actions.keys()
+    theirs = launch_line._parser('')._option_string_actions.keys()
     launch_line.require_spelt(sorted(theirs - ours._option_string_actions.keys()))
-
-
-ENDS = ['--account-for-embedding-in-pipeline-split', '--account-for-loss-in-pipeline-split']
 
 
 def test_idle_time_is_of_the_layers_as_they_are(ranks):

@@ -1,23 +1,22 @@
 """Seeds of dropout: all schedules draw the masks of 1F1B, to the bit, whatever their placement."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import replace
 from unittest import mock
 
 import pytest
-from grids import grid
-from models import Job, assert_same, check, train
-from nvidia import needs_training, run, since
+from grids import grid, some
+from models import Job, assert_same, train
+from nvidia import by, needs_training, require_same, run
+from rows import row, trains
 from supported import supports
 from test_launch import NO_CLIPPING, PIPELINE
-from test_launch_post_validation import EARLY
 from test_vocabulary_training import BOTH, OUTPUT, leave, of_ranks
 
+from megatron_zbpp.runtime.guard.agreement import digest
 from megatron_zbpp.techniques.composition import ADDED, EMBEDDING, VOCABULARY
 
-pytestmark = pytest.mark.shared
+SEEDED = 'dropout seeded as in our 1f1b with `--pipeline-dropout-seeds`'
 FEW = {'te': False, 'dropout': 0.1, 'seeds': True, 'iterations': 2, 'microbatches': 4}
 MORE = {
     'GPT': {},
@@ -34,74 +33,41 @@ OF_TE = {
 }
 
 
-@supports('dropout seeded as in our 1f1b with `--pipeline-dropout-seeds`: {what}', '{schedule}')
-@grid(
-    schedule=('zb-v', 'zb-h1', 'interleaved', 'zb-v+post-validation'),
-    what=tuple(MORE),
-    when=lambda schedule, what: '+' not in schedule or what in ('GPT', '4 ranks'),
+BOTH_WAYS = {name: MORE[name] for name in ('GPT', 'full recomputation')}
+# of each technique that can be added but recompute passes: a schedule that has it
+BESIDE = {'offload': 'zb-v', 'evict': 'bpipe', VOCABULARY: 'zb-v', EMBEDDING: 'zb-v'}
+
+test_as_1f1b = trains(
+    SEEDED,
+    {'te': False, 'dropout': 0.1, 'seeds': True, 'than': '1f1b'},
+    # with an evaluation between, of a model that still drops
+    row(
+        ': {what}',
+        ('zb-v', 'zb-h1', 'interleaved', 'zb-v+post-validation'),
+        lambda schedule, what: '+' not in schedule or what in ('GPT', '4 ranks'),
+        what=MORE,
+    ),
+    # both routes draw the masks of their replica's microbatches, as replicas of 1F1B do
+    row(': {what}, two replicas', ('dualpipe', 'chimera-zb'), what=BOTH_WAYS, dp=2),
+    row(', beside offload: GPT', BESIDE['offload'], offload='all', moves=True, full=True),
+    row(', beside activations on a partner: GPT', BESIDE['evict'], pp=4, moves=True, full=True),
 )
-def test_as_1f1b(ranks, data, schedule, what):
-    """With an evaluation between, of a model that still drops."""
-    job = Job(**{'te': False, 'dropout': 0.1, 'seeds': True} | MORE[what])
-    check(ranks, data, schedule, job, than='1f1b')
-
-
-@pytest.mark.te
-@pytest.mark.full
-@supports(
-    'dropout seeded as in our 1f1b with `--pipeline-dropout-seeds`: '
-    "Transformer Engine's layers, {what}",
-    '{schedule}',
+test_as_1f1b_te = trains(
+    f"{SEEDED}: Transformer Engine's layers, ",
+    {'bf16': True, 'dropout': 0.1, 'seeds': True, 'than': '1f1b'},
+    row('{what}', ('zb-v', 'interleaved'), what=OF_TE, full=True),
+    te=True,
 )
-@grid(what=tuple(OF_TE), schedule=('zb-v', 'interleaved'))
-def test_as_1f1b_te(te_ranks, data, schedule, what):
-    job = Job(**{'bf16': True, 'dropout': 0.1, 'seeds': True} | OF_TE[what])
-    check(te_ranks, data, schedule, job, than='1f1b')
 
 
-@supports(
-    'dropout seeded as in our 1f1b with `--pipeline-dropout-seeds`: {what}, two replicas',
-    '{family}',
-)
-@grid(family=('dualpipe', 'chimera-zb'), what=('GPT', 'full recomputation'))
-def test_two_ways(ranks, data, family, what):
-    """Both routes draw the masks of their replica's microbatches, as replicas of 1F1B do."""
-    job = Job(**{'te': False, 'dropout': 0.1, 'seeds': True, 'dp': 2} | MORE[what])
-    check(ranks, data, family, job, than='1f1b')
-
-
-# of each technique that can be added: a schedule with it; recompute passes are above
-BESIDE = {
-    'offload': Job(te=False, dropout=0.1, seeds=True, offload='all'),
-    'evict': Job(te=False, dropout=0.1, seeds=True, pp=4),
-    VOCABULARY: Job(**FEW),
-    EMBEDDING: Job(**FEW),
-}
-
-
-@supports(
-    'dropout seeded as in our 1f1b with `--pipeline-dropout-seeds`, beside {added}: GPT',
-    '{schedule}',
-)
-@pytest.mark.parametrize(
-    ('added', 'schedule'),
-    [
-        pytest.param('offload', 'zb-v', marks=pytest.mark.full),
-        pytest.param('evict', 'bpipe', marks=pytest.mark.full),
-        pytest.param(VOCABULARY, 'zb-v', marks=pytest.mark.full),
-        (EMBEDDING, 'zb-v'),
-    ],
-)
-def test_beside(ranks, data, added, schedule):
+@supports(SEEDED + ', beside {added}: GPT', 'zb-v')
+@some('added', [EMBEDDING], VOCABULARY)
+def test_beside(ranks, data, added):
     """As the table of compositions says; layers on all ranks as by 1F1B that has them there."""
     assert {*BESIDE, 'recompute'} == {*ADDED} and 'again' in MORE['recompute passes']
-    job = BESIDE[added]
-    if added not in (VOCABULARY, EMBEDDING):
-        check(ranks, data, schedule, job, than='1f1b', moves=True)
-        return
-    layers = BOTH if added == EMBEDDING else OUTPUT
+    job, layers = Job(**FEW), BOTH if added == EMBEDDING else OUTPUT
     found, plain = (
-        of_ranks(leave(ranks, data, job, name, None, layers), layers) for name in (schedule, '1f1b')
+        of_ranks(leave(ranks, data, job, name, None, layers), layers) for name in ('zb-v', '1f1b')
     )
     assert_same(found, plain, job.iterations)
 
@@ -124,14 +90,11 @@ def test_without(ranks, data, what):
 
 def drawn(job, argv, first):
     """Runs on a rank: the random states with which layers begin, by name, step and microbatch.
-
-    Also, those that each step begins with.
-    """
+    Also, those that each step begins with."""
     from megatron.core import parallel_state
 
     from megatron_zbpp.mcore.dropout_seeds import DropoutSeeds
     from megatron_zbpp.mcore.side_effects import random_states
-    from megatron_zbpp.runtime.guard.agreement import digest
 
     found, ambient, tp = defaultdict(set), set(), set()
 
@@ -210,10 +173,7 @@ def states_of(ranks, data, **how):
     assert resumed[1] == {place: own for place, own in found[1].items() if place[1] == 1}
 
 
-@supports(
-    'dropout seeded as in our 1f1b with `--pipeline-dropout-seeds`: slices of sequences',
-    '{schedule}',
-)
+@supports(SEEDED + ': slices of sequences', '{schedule}')
 @grid(schedule=('interleaved', 'zb-v'))
 def test_slices(ranks, data, tmp_path, schedule):
     """Of one length, all schedules draw slice by slice the same, in each slice other masks."""
@@ -235,19 +195,15 @@ def test_layers_that_run_twice(ranks, data):
         ranks(2).run(train, job, job.argv('1f1b', False, data))
 
 
-@supports(
-    "NVIDIA's loop: dropout seeded as in our 1f1b with `--pipeline-dropout-seeds`", '{schedule}'
-)
+@supports(f"NVIDIA's loop: {SEEDED}", '{schedule}')
 @needs_training
 @grid(schedule=('zb-v+post-validation', 'interleaved'))
 def test_resumed(ranks, tmp_path, schedule):
     """A training that goes on from a checkpoint, of another schedule, is the uninterrupted one."""
-    name, _, early = schedule.partition('+')
     flags = [*PIPELINE, *NO_CLIPPING, '--global-batch-size', 4, '--train-iters', 4]
     flags += ['--hidden-dropout', 0.1, '--attention-dropout', 0.1, '--pipeline-dropout-seeds']
     saves = ['--pipeline-schedule', '1f1b', '--save', tmp_path, '--save-interval', 2]
     whole = run(ranks(2), *flags, *saves)
-    loads = ['--load', tmp_path, '--ckpt-step', 2, '--pipeline-schedule', name]
-    found = run(ranks(2), *flags, *loads, *(EARLY if early else []))
-    assert found.losses == since(2, whole.losses) and len(found.losses) == 2
-    assert found.parameters == whole.parameters
+    found = run(ranks(2), *flags, '--load', tmp_path, '--ckpt-step', 2, *by(schedule))
+    assert len(found.losses) == 2
+    require_same(found, whole, 2, optimizer=False)

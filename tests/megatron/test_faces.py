@@ -1,9 +1,7 @@
 """A technique that the package does not know: planned, simulated, drawn, kept in files, trained.
+What it takes is in `tests/support/output_norms.py`; no file of the package names it."""
 
-What it takes is in `tests/support/output_norms.py`; no file of the package names it.
-"""
-
-from __future__ import annotations
+from dataclasses import replace
 
 import pytest
 from models import Job, assert_same, train
@@ -59,8 +57,6 @@ def logged(job, argv):
 @pytest.mark.parametrize('what', SCHEDULES)
 def test_trains_beside_other_techniques(ranks, tmp_path, data, what):
     """All that is left is, to the bit, that of the same schedule without N, which is logged."""
-    from dataclasses import replace
-
     more, made = SCHEDULES[what]
     found, kept = {}, {}
     for name, schedule in (('plain', made()), ('norms', with_norms(made()))):

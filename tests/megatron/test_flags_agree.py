@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-import time
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
-from example import MODEL, train
+import torch
+import torch.distributed as dist
+from example import MODEL, train, words
+from outcome import error_of
+
+from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.runtime.channels import Message
+from megatron_zbpp.runtime.guard import agreement
 
 COMMON = ['--num-layers', '8', '--pipeline-model-parallel-size', '2', '--train-iters', '2']
 COMMON += ['--log-interval', '1000', '--pipeline-watchdog-timeout', '60']
@@ -13,15 +23,7 @@ COMMON += ['--log-interval', '1000', '--pipeline-watchdog-timeout', '60']
 
 def train_apart(flags, data, metrics, compared=True):
     """Trains with the flags of this rank; what it was told, and whether it had trained by then.
-
-    Flags that are not `compared` are those of a program that has its own.
-    """
-    from unittest import mock
-
-    import torch.distributed as dist
-
-    from megatron_zbpp.runtime.guard import agreement
-
+    Flags that are not `compared` are those of a program that has its own."""
     argv = [*MODEL, *COMMON, '--data-path', str(data), *flags[dist.get_rank()]]
     flags_of = agreement.comparable_flags if compared else lambda flags: {}
     try:
@@ -32,53 +34,37 @@ def train_apart(flags, data, metrics, compared=True):
     return None
 
 
-@pytest.mark.parametrize(
-    ('flags', 'said'),
-    [
-        (
-            [['--pipeline-schedule', 'zb-v'], ['--pipeline-schedule', 'zb-h1']],
-            'schedule: zb-v on rank 0; zb-h1 on rank 1',
-        ),
-        (
-            [
-                ['--pipeline-schedule', 'interleaved'],
-                [
-                    '--pipeline-schedule',
-                    'interleaved',
-                    '--num-virtual-stages-per-pipeline-rank',
-                    '4',
-                ],
-            ],
-            'schedule: interleaved on rank 0; interleaved with 4 chunks a rank on rank 1',
-        ),
-        (
-            [['--global-batch-size', '4'], ['--global-batch-size', '6']],
-            'num_microbatches: 4 on rank 0; 6 on rank 1',
-        ),
-        (
-            [['--hidden-size', '32'], ['--hidden-size', '48']],
-            'hidden_size: 32 on rank 0; 48 on rank 1',
-        ),
-        ([['--bf16'], []], 'bf16: True on rank 0; False on rank 1'),
-        (
-            [['--num-layers', '8'], ['--num-layers', '4']],
-            'num_layers: 8 on rank 0; 4 on rank 1',
-        ),
-        (
-            [[], ['--account-for-embedding-in-pipeline-split', '--num-layers', '7']],
-            'account_for_embedding_in_pipeline_split: False on rank 0; True on rank 1',
-        ),
-        (
-            [['--lr-decay-style', 'cosine'], ['--lr-decay-style', 'linear']],
-            'lr_decay_style: cosine on rank 0; linear on rank 1',
-        ),
-    ],
-    ids=['schedule', 'chunks', 'microbatches', 'hidden', 'dtype', 'layers', 'split', 'words'],
-)
-def test_named_instead_of_hanging(ranks, data, tmp_path, flags, said):
-    start = time.monotonic()
-    told = ranks(2).run(train_apart, flags, data, tmp_path / 'metrics.jsonl', timeout=200)
-    assert time.monotonic() - start < 150
+ZB_V = '--pipeline-schedule zb-v'
+LOOP = '--pipeline-schedule interleaved'
+CHUNKS = f'{LOOP} --num-virtual-stages-per-pipeline-rank 4'
+SPLIT = '--account-for-embedding-in-pipeline-split'
+# flags of each rank, and what is said
+APART = {
+    'schedule': (ZB_V, '--pipeline-schedule zb-h1', 'schedule: zb-v on rank 0; zb-h1 on rank 1'),
+    'chunks': (LOOP, CHUNKS, 'interleaved on rank 0; interleaved with 4 chunks a rank on rank 1'),
+    'microbatches': (
+        *('--global-batch-size 4', '--global-batch-size 6'),
+        'num_microbatches: 4 on rank 0; 6 on rank 1',
+    ),
+    'hidden': ('--hidden-size 32', '--hidden-size 48', 'hidden_size: 32 on rank 0; 48 on rank 1'),
+    'dtype': ('--bf16', '', 'bf16: True on rank 0; False on rank 1'),
+    'layers': ('--num-layers 8', '--num-layers 4', 'num_layers: 8 on rank 0; 4 on rank 1'),
+    'split': (
+        *('', f'{SPLIT} --num-layers 7'),
+        'account_for_embedding_in_pipeline_split: False on rank 0; True on rank 1',
+    ),
+    'words': (
+        *('--lr-decay-style cosine', '--lr-decay-style linear'),
+        'lr_decay_style: cosine on rank 0; linear on rank 1',
+    ),
+}
+
+
+@pytest.mark.parametrize('what', APART)
+def test_named_instead_of_hanging(ranks, data, tmp_path, what):
+    *flags, said = APART[what]
+    flags = [each.split() for each in flags]
+    told = ranks(2).run(train_apart, flags, data, tmp_path / 'metrics.jsonl')
     for message, trained in told:
         assert said in message
         assert not trained, 'found at start'
@@ -97,15 +83,8 @@ def test_model_is_compared_before_the_first_pass(ranks, data, tmp_path):
 
 def configured_apart(changes):
     """What a program without flags is told at its first iteration; each rank has its changes."""
-    from types import SimpleNamespace
-
-    import torch
-    import torch.distributed as dist
-
     from megatron_zbpp.mcore.iteration.preparation import agreement
     from megatron_zbpp.mcore.session import Session
-    from megatron_zbpp.mcore.settings import Settings
-    from megatron_zbpp.runtime.channels import Message
 
     values = {'m': 4, 'chunks': 2, 'shape': (16, 1, 32), 'dtype': torch.float32, 'num_layers': 8}
     values |= changes[dist.get_rank()]
@@ -151,3 +130,43 @@ def configured_apart(changes):
 def test_first_iteration(ranks, one, other, said):
     for message in ranks(2).run(configured_apart, [one, other], timeout=200):
         assert said is None if message is None else said in message
+
+
+OWN = """
+from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.schedules import family
+from megatron_zbpp.schedules.construct.phases import phases
+
+
+@family('mine')
+def mine(num_ranks, num_microbatches):
+    m = num_microbatches
+    orders = (
+        phases([rank], m, [({lead}, 'F', 'lead'), (m, 'F B W', 'steady')])
+        for rank in range(num_ranks)
+    )
+    return Schedule.of('mine', Placement.loop(num_ranks), m, orders)
+"""
+
+
+def train_mine(module, folders, data, metrics):
+    """What a training is told by the module of that name in this rank's folder, if anything."""
+    argv = words(data, f'{module}:mine', '--train-iters', 2, '--pipeline-watchdog-timeout', 60)
+    with mock.patch.object(sys, 'path', [str(folders[dist.get_rank()]), *sys.path]):
+        return error_of(train, argv, metrics)
+
+
+@pytest.mark.parametrize(('module', 'leads'), [('alike', (1, 1)), ('apart', (1, 2))])
+def test_own_family(ranks, data, tmp_path: Path, module: str, leads: tuple[int, int]):
+    folders = [tmp_path / str(rank) for rank in range(2)]
+    for folder, lead in zip(folders, leads, strict=True):
+        folder.mkdir()
+        (folder / f'own_{module}.py').write_text(OWN.format(lead=lead))
+    metrics = tmp_path / 'metrics.jsonl'
+    told = ranks(2).run(train_mine, f'own_{module}', folders, data, metrics, timeout=200)
+    if module == 'alike':
+        assert told == [None, None] and metrics.exists()
+        return
+    for message in told:
+        assert 'what own_apart:mine makes: mine (' in message and 'on rank 1' in message
+    assert not metrics.exists()

@@ -1,13 +1,23 @@
 """What only a GPU can show. Ranks share one, over NCCL."""
 
-from __future__ import annotations
-
+import contextlib
+import importlib.util
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from example import run
-from gpu import marks
+from gpu import marks, needs_te
+from models import Job, check
+
+from megatron_zbpp.analysis.lowering import lower
+from megatron_zbpp.ir import F, Pass
+from megatron_zbpp.runtime.channels import Channels, Message
+from megatron_zbpp.runtime.clock import clock_for
+from megatron_zbpp.runtime.executor import Executor
+from megatron_zbpp.runtime.weight_grads import WeightGradStore
+from megatron_zbpp.schedules import build
 
 NO_CLIPPING = 1e9
 pytestmark = marks
@@ -21,16 +31,6 @@ def device():
 
 def execute(name, m, backend):
     """The executor with plain torch stages on CUDA, beside all stages on this process."""
-    import torch.distributed as dist
-
-    from megatron_zbpp.analysis.lowering import lower
-    from megatron_zbpp.ir import F, Pass
-    from megatron_zbpp.runtime.channels import Channels, Message
-    from megatron_zbpp.runtime.clock import clock_for
-    from megatron_zbpp.runtime.executor import Executor
-    from megatron_zbpp.runtime.weight_grads import WeightGradStore
-    from megatron_zbpp.schedules import build
-
     schedule = build(name, 2, m)
     own, rank = torch.device('cuda', torch.cuda.current_device()), dist.get_rank()
     group = dist.new_group(backend=backend)
@@ -39,12 +39,7 @@ def execute(name, m, backend):
     message = Message((64, 64), torch.float32, own)
     pairs = {(0, 1), (1, 0)}
     executor = Executor(
-        lower(schedule)[rank],
-        stages,
-        Channels(group, pairs, own),
-        message,
-        store,
-        clock_for(own),
+        lower(schedule)[rank], stages, Channels(group, pairs, own), message, store, clock_for(own)
     )
     host = time.perf_counter()
     record = executor.run()
@@ -91,8 +86,6 @@ class Stage(torch.nn.Module):
         pass
 
     def grad_sync(self, last):
-        import contextlib
-
         return contextlib.nullcontext()
 
 
@@ -114,8 +107,6 @@ def test_executor(ranks, name, backend):
 
 def test_clock(device):
     """Marks are in the order of the device's work, and tell its time, not the host's."""
-    from megatron_zbpp.runtime.clock import clock_for
-
     clock = clock_for(device)
     x = torch.randn(4096, 4096, device=device)
     x @ x  # cuBLAS is ready
@@ -150,3 +141,19 @@ def test_identical_to_megatron(ranks, data, tmp_path, flags):
         assert trained.losses == reference.losses, schedule
         assert trained.parameters == reference.parameters, schedule
         assert trained.optimizer == reference.optimizer, schedule
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec('grouped_gemm') is None, reason='needs grouped_gemm: pip install it'
+)
+def test_grouped_gemm_of_experts(ranks, data):
+    check(ranks, data, 'zb-h1', Job('grouped experts', te=False, bf16=True))
+
+
+def test_experts_one_by_one(ranks, data):
+    check(ranks, data, 'zb-h1', Job('experts', te=False, bf16=True))
+
+
+@needs_te
+def test_te_context_parallelism(ranks, data):
+    check(ranks, data, 'zb-h1', Job(bf16=True, cp=2))

@@ -1,35 +1,32 @@
-"""Stages that exchange several tensors, or tensors that differ from edge to edge.
-
-Chunks of Megatron's GPTModel that hand more than the hidden state on; the reference is autograd
-through all chunks in one process, microbatch after microbatch.
-"""
-
-from __future__ import annotations
+"""Stages that exchange several tensors, or tensors that differ from edge to edge. Chunks of
+Megatron's GPTModel that hand more than the hidden state on; the reference is autograd through all
+chunks in one process, microbatch after microbatch."""
 
 import functools
+import sys
 from contextlib import contextmanager
 from unittest import mock
 
 import pytest
-from example import forget_groups
+import torch
+import torch.distributed as dist
+from example import forget_groups, small_config
 from grids import grid
 from nvidia import CHECKOUT, _find_megatron, release
 from ranks import RankError
 from supported import TOLERANCE, absent, supports
 
+import megatron_zbpp
+
 SEQUENCE, HIDDEN, MICROBATCHES, VOCABULARY = 8, 16, 5, 64
+# of a model, whose gradients are those of autograd
+PLAIN = {'hidden_dropout': 0.0, 'attention_dropout': 0.0, 'bias_dropout_fusion': False}
+PLAIN |= {'deallocate_pipeline_outputs': True, 'gradient_accumulation_fusion': False}
 
 
 def passing(base, wrong):
-    """A GPT whose stages hand on the hidden state, half a delta in fp64, and a count of stages.
-
-    As block attention residuals do: what comes in is mixed with what earlier stages left.
-
-    Args:
-        base: GPTModel.
-        wrong: the stage that takes another delta than the one before it gives; None: none does.
-    """
-    import torch
+    """A GPT whose stages hand on the hidden state, half a delta in fp64, and a count of stages. As
+    block attention residuals do: what comes in is mixed with what earlier stages left."""
 
     class Passing(base):
         stage = 0
@@ -66,25 +63,12 @@ def passing(base, wrong):
 
 def build(layout, stages, wrong, mhc):
     """Chunks for some stages: of the model above, or Megatron's own with hyper-connections."""
-    import torch
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
 
-    config = TransformerConfig(
-        num_layers=4,
-        hidden_size=HIDDEN,
-        num_attention_heads=2,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        pipeline_dtype=torch.float32,
-        deallocate_pipeline_outputs=True,
-        gradient_accumulation_fusion=False,
-        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        pipeline_model_parallel_layout=layout.text,
-    )
+    ranks = parallel_state.get_pipeline_model_parallel_world_size()
+    config = small_config(4, HIDDEN, 2, ranks, pipeline_model_parallel_layout=layout.text, **PLAIN)
     kind, spec, chunks = passing(GPTModel, wrong), get_gpt_layer_local_spec(), []
     if mhc:
         kind = GPTModel
@@ -118,16 +102,12 @@ def widen(config, spec):
 
 
 def batches():
-    import torch
-
     draw = torch.Generator().manual_seed(5)
     while True:
         yield torch.randint(0, VOCABULARY, (2, SEQUENCE + 1), generator=draw)
 
 
 def forward_step(data, model):
-    import torch
-
     text = next(data)
     positions = torch.arange(SEQUENCE).expand(2, -1)
     return model(text[:, :-1], positions, None, labels=text[:, 1:]), loss_of
@@ -140,8 +120,7 @@ def loss_of(losses):
 
 def trained(schedule, ranks, wrong=None, mhc=False, options=None, lengths=False):
     """Losses and gradients of this rank's stages, in hex, by the pipeline and by autograd; and how
-    many forwards the pipeline ran.
-    """
+    many forwards the pipeline ran."""
     with pipeline(schedule, ranks, wrong, mhc, options, lengths) as (layout, own, call):
         import torch.distributed as dist
 
@@ -161,14 +140,10 @@ def trained(schedule, ranks, wrong=None, mhc=False, options=None, lengths=False)
 def pipeline(schedule, ranks, wrong=None, mhc=False, options=None, lengths=False):
     """The layout, this rank's chunks in DDP, and what runs a batch: losses in hex, forwards."""
     _find_megatron()
-    import torch
-    import torch.distributed as dist
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel as DDP
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    import megatron_zbpp
 
     plugin = megatron_zbpp.enable(schedule, **options or {})
     try:
@@ -209,16 +184,14 @@ def left(schedule, ranks, options, calls):
         losses = []
         for at in range(calls):
             losses += call()[0]
-            endless = enabled.plugin.session.endless
-            if at < calls - 1 and endless is not None:
-                endless.step(lambda: None)
+            for face in enabled.plugin.session.faces if at < calls - 1 else ():
+                if face.name == 'updating':
+                    face.endless.step(lambda: None)
         named = [(c, *each) for c, model in enumerate(models) for each in model.named_parameters()]
         return losses, {(chunk, name): p.main_grad.tolist() for chunk, name, p in named}
 
 
 def gathered(own):
-    import torch.distributed as dist
-
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, own)
     return {stage: state for part in parts for stage, state in part.items()}
@@ -261,7 +234,6 @@ def require_same(found, ranks):
     assert found[-1][0] and len(found) == ranks
 
 
-@pytest.mark.shared
 @supports('stages that exchange several tensors ({given})')
 @grid(
     schedule=('zb-v', 'zb-h1', 'interleaved', '1f1b'),
@@ -305,8 +277,6 @@ def test_beside_shards(ranks, layers):
 
 
 def assert_near(found, expected):
-    import torch
-
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-6)
 
 
@@ -335,7 +305,6 @@ def test_what_does_not_go_with_it(ranks, options, lengths, cure):
         ranks(4).run(trained, 'zb-h1', 4, None, False, options, lengths)
 
 
-@pytest.mark.shared
 @supports("hyper-connections of several residual streams (mHC), without Megatron's guard")
 @grid(schedule=('zb-v', 'zb-h1', 'interleaved'), ranks_=(2, 2, 2))
 def test_residual_streams(ranks, schedule, ranks_):
@@ -361,14 +330,78 @@ def has_residual_streams():
 
 
 def guarded():
-    import torch
-    from megatron.core.transformer import TransformerConfig
+    small_config(4, HIDDEN, 2, 2, hidden_dropout=0.0, enable_mhc_connections=True)
 
-    sizes = {'num_layers': 4, 'hidden_size': HIDDEN, 'num_attention_heads': 2}
-    TransformerConfig(
-        **sizes,
-        hidden_dropout=0.0,
-        pipeline_model_parallel_size=2,
-        pipeline_dtype=torch.float32,
-        enable_mhc_connections=True,
-    )
+
+# an encoder on the first stage: each of the decoder attends to what it made, and hands that on
+MEMORY = 12  # tokens that the encoder reads
+
+
+def passing_memory(base):
+    """A T5 whose decoder hands on what it has attended to."""
+
+    class Passing(base):
+        def hops(self, shape, dtype):
+            hidden, memory = (shape, dtype), ((MEMORY, *shape[1:]), dtype)
+            both = [hidden, memory]
+            takes = None if self.add_encoder else [memory] if self.pre_process else both
+            return takes, None if self.post_process else [memory] if self.add_encoder else both
+
+        def forward(self, *arguments, **options):
+            made = super().forward(*arguments, **options)
+            return (
+                made if self.add_encoder or self.post_process else (made, self.encoder_hidden_state)
+            )
+
+    return Passing
+
+
+def build_t5(layout, stages, *_):
+    """A chunk for each stage: the first has the encoder, the second the decoder's embedding."""
+    from megatron.core.models.T5 import t5_spec
+    from megatron.core.models.T5.t5_model import T5Model
+
+    # layers of each stage, which knows nothing of the others
+    config = small_config(1, HIDDEN, 2, masked_softmax_fusion=False, **PLAIN)
+    chunks = [
+        passing_memory(T5Model)(
+            config,
+            config,
+            t5_spec.encoder_model_with_local_spec(),
+            t5_spec.decoder_model_with_local_spec(),
+            vocab_size=VOCABULARY,
+            max_sequence_length=MEMORY,
+            pre_process=stage < 2,
+            post_process=layout.is_last(stage),
+            add_encoder=layout.is_first(stage),
+            add_decoder=not layout.is_first(stage),
+        )
+        for stage in stages
+    ]
+    return config, chunks
+
+
+def t5_step(data, model):
+    text = next(data)
+    read = text[:, :1] + torch.arange(MEMORY).expand(2, -1)
+    square = torch.ones(2, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    open_ = torch.zeros(2, 1, MEMORY, MEMORY, dtype=torch.bool)
+    masks = open_, square, open_[:, :, :SEQUENCE]
+    made = model(read % VOCABULARY, text[:, :-1], *masks, lm_labels=text[:, 1:])
+    return made, loss_of
+
+
+def trained_t5(schedule, ranks):
+    with mock.patch.multiple(sys.modules[__name__], build=build_t5, forward_step=t5_step):
+        return trained(schedule, ranks)
+
+
+@supports("an encoder's outputs beside hidden states (T5Model, encoder on the first stage)")
+@grid(
+    schedule=('zb-h1', 'interleaved', '1f1b', 'zb-2p'),
+    ranks_=(4, 2, 4, 2),
+    when=lambda schedule, ranks_: (schedule, ranks_) != ('interleaved', 4),  # of four layers
+)
+def test_an_encoder(ranks, schedule, ranks_):
+    """Of the encoder's weights, too, to which each stage of the decoder adds."""
+    require_same(ranks(ranks_).run(trained_t5, schedule, ranks_), ranks_)

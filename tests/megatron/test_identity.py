@@ -1,26 +1,32 @@
-"""Every schedule leaves what Megatron's own 1F1B leaves, to the bit."""
+"""Every schedule of the library leaves what Megatron's own 1F1B leaves, to the bit."""
 
-from __future__ import annotations
+from itertools import product
 
 import pytest
 from example import run
-from grids import grid
+from grids import grid, some
+from models import Job, assert_same, reference, train
 from supported import TOLERANCE, supports
 
+from megatron_zbpp.ir.formats import to_torch_csv
+from megatron_zbpp.schedules import FAMILIES, build
+
 MICROBATCHES = (1, 2, 3, 4, 7, 8, 16)
+PRECISIONS = ('fp32', 'bf16')
+# fewer microbatches than ranks, as many and more, on both numbers of ranks; more yet with `--full`
+KEPT = [(1, 2, 'fp32'), (2, 2, 'bf16'), (3, 4, 'bf16'), (4, 4, 'fp32'), (7, 2, 'fp32')]
 ITERATIONS = 4
+SHORT = 2
 CLIPPING, NO_CLIPPING = 0.5, 1e9  # the norm is computed all the same
 
 
 @supports('GPT, {precision}', '1f1b zb-h1 zb-v')
-@grid(m=MICROBATCHES, p=(2, 2, 4, 4, 2, 4, 2), precision=('fp32', 'bf16', 'bf16', 'fp32'))
+@some('m, p, precision', KEPT, *product(MICROBATCHES, (2, 4), PRECISIONS))
 def test_identical_to_megatron(ranks, data, m, p, precision):
-    """Losses, parameters and Adam's state, for every number of microbatches.
-
-    Tied and untied embeddings take turns, the other way round for bf16 as for fp32; even and uneven
-    layers, the other way round for p = 4 as for p = 2. So in a full run each number of microbatches
-    is tried with each of all these.
-    """
+    """Losses, parameters and Adam's state, for every number of microbatches. Tied and untied
+    embeddings take turns, the other way round for bf16 as for fp32; even and uneven layers, the
+    other way round for p = 4 as for p = 2. So in a full run each number of microbatches is tried
+    with each of all these."""
     index = MICROBATCHES.index(m)
     tied = index % 2 == (precision == 'bf16')
     if index % 2 == (p == 4):
@@ -60,3 +66,61 @@ def test_clipping_of_another_order(ranks, data, p):
     for exact in ('losses', 'grad_norms'):
         values, expected = (list(map(float.fromhex, getattr(r, exact))) for r in (vee, reference))
         assert values == pytest.approx(expected, rel=1e-6), exact
+
+
+COMMON = ['--num-layers', 4, '--pipeline-model-parallel-size', 2, '--clip-grad', NO_CLIPPING]
+
+
+@supports('GPT, evaluation', '1f1b zb-h1 zb-v')
+def test_evaluation(ranks, data):
+    """Validation losses agree, and evaluating leaves training alone."""
+    common = [*COMMON, '--data-path', data, '--global-batch-size', 4, '--train-iters', 4]
+    evaluating = ['--eval-interval', 2, '--eval-iters', 2]
+    reference = run(ranks(2), *common, *evaluating, '--pipeline-schedule', 'megatron')
+    assert len(reference.validation) == 2
+    for schedule in ('1f1b', 'zb-h1', 'zb-v'):
+        trained = run(ranks(2), *common, *evaluating, '--pipeline-schedule', schedule)
+        assert trained.validation == reference.validation, schedule
+        assert trained.losses == reference.losses, schedule
+
+
+@supports('`defer_embedding_wgrad_compute` in the config of a program', '{schedule}')
+@pytest.mark.parametrize('schedule', ['zb-h1', 'zb-v'])
+def test_the_embedding_deferred(ranks, data, schedule):
+    """As without: the plugin takes it back before the model is built."""
+    plain, deferred = (Job(kind, te=False, fused=True) for kind in ('dense', 'embedding deferred'))
+    trained = ranks(2).run(train, deferred, deferred.argv(schedule, False, data))
+    assert_same(trained, reference(ranks, data, plain))
+
+
+CHUNKS = {'interleaved': 3, 'zb-interleaved': 3, 'hanayo': 4, 'gis': 3}  # beside the default
+
+
+def require_same(ranks, data, p, m, *flags):
+    """Train a few iterations as Megatron does; layers for up to four chunks a rank."""
+    common = ['--pipeline-model-parallel-size', p, '--num-layers', 4 * p, '--data-path', data]
+    common += ['--global-batch-size', m, '--train-iters', SHORT, '--clip-grad', NO_CLIPPING]
+    trained, expected = (
+        run(ranks(p), *common, *more) for more in (flags, ['--pipeline-schedule', 'megatron'])
+    )
+    assert trained.losses == expected.losses
+    assert trained.parameters == expected.parameters
+    assert trained.optimizer == expected.optimizer
+
+
+@supports('GPT, fp32', '{family}')
+@grid(family=tuple(family.name for family in FAMILIES), shape=((2, 7), (4, 3), (2, 2), (2, 6)))
+def test_every_family(ranks, data, family, shape):
+    """With more microbatches than ranks and with fewer; with the usual chunks and with others."""
+    for chunks in {None, CHUNKS.get(family)}:
+        more = ['--num-virtual-stages-per-pipeline-rank', chunks] if chunks else []
+        require_same(ranks, data, *shape, '--pipeline-schedule', family, *more)
+
+
+@supports('a schedule from a file, {form}', 'zb-v')
+@pytest.mark.parametrize('form', ['json', 'csv'])
+def test_from_a_file(ranks, data, tmp_path, form):
+    schedule = build('zb-v', 2, 3)
+    path = tmp_path / f'schedule.{form}'
+    path.write_text(schedule.to_json() if form == 'json' else to_torch_csv(schedule))
+    require_same(ranks, data, 2, 3, '--pipeline-schedule-file', path)

@@ -1,23 +1,19 @@
 """Our flags in NVIDIA's training loop: all that people train with, to the bit as without them."""
 
-from __future__ import annotations
-
-import functools
+from dataclasses import replace
 
 import events
 import pytest
 from defined import require_defined, watched
 from grids import grid
-from nvidia import known, needs_training, run, since
+from nvidia import by, go_on, known, needs_training, require_same, run, since
 from supported import supports
 
 pytestmark = needs_training
 
 PIPELINE = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 8]
-NO_CLIPPING = [
-    '--clip-grad',
-    1e9,
-]  # the norm is computed all the same; see docs/exactness.md on clipping
+# the norm is computed all the same; see docs/exactness.md on clipping
+NO_CLIPPING = ['--clip-grad', 1e9]
 LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --group-query-attention
     --num-query-groups 2 --disable-bias-linear --untie-embeddings-and-output-weights""".split()
 MOE = """--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2
@@ -29,8 +25,7 @@ DISTRIBUTED = ['--use-distributed-optimizer']
 OVERLAP = ['--overlap-grad-reduce']
 FULL = ['--recompute-granularity', 'full', '--recompute-method']
 
-WITHOUT_STATE = ['--no-save-optim', '--no-load-optim', '--finetune']
-
+BOTH = 'zb-h1', 'zb-v'
 # name: processes, flags
 CASES = {
     'gpt3': (2, []),
@@ -56,72 +51,43 @@ CASES = {
 }
 
 
-@pytest.fixture(scope='module')
-def stock(ranks, tmp_path_factory):
-    """By case: what Megatron's own 1F1B gives, and how to go on from a checkpoint that it saved."""
-
-    @functools.cache
-    def trained(case):
-        size, flags = CASES[case]
-        flags = [*PIPELINE, *NO_CLIPPING, *flags, '--train-iters', 4]
-        folder = tmp_path_factory.mktemp('stock')
-        saving = ['--save', folder, '--save-interval', 2]
-        loading = ['--load', folder, '--ckpt-step', 2]
-        if DISTRIBUTED[0] in flags:  # Megatron cannot load its state into torch's Adam
-            run(ranks(size), *flags, *saving, *WITHOUT_STATE, '--exit-interval', 2)
-            loading += WITHOUT_STATE
-            return run(ranks(size), *flags, *loading), [*flags, *loading], 0
-        return run(ranks(size), *flags, *saving, event=event_of(case)), [*flags, *loading], 2
-
-    return trained
-
-
-def event_of(case):
-    return events.sequence_parallel if case == 'sequence' else events.nothing
-
-
 @supports("NVIDIA's loop: {case}, two-way")
 @grid(
     case=('data', 'overlap-param-gather', 'distributed-optimizer', 'overlap-grad-reduce'),
     schedule=('dualpipe', 'chimera'),
 )
-def test_a_two_way_pipeline(ranks, stock, case, schedule):
+def test_a_two_way_pipeline(ranks, tmp_path, case, schedule):
     """Each chunk reads the data of the replica whose microbatches it runs."""
-    test_identical_to_megatron(ranks, stock, case, schedule)
+    test_identical_to_megatron(ranks, tmp_path, case, schedule)
 
 
 @supports("NVIDIA's loop: {case}")
 @grid(case=tuple(CASES), schedule=('zb-h1', 'zb-v'))
-def test_identical_to_megatron(ranks, stock, case, schedule):
-    """From that checkpoint every schedule goes on as Megatron does."""
-    expected, flags, start = stock(case)
-    assert len(set(expected.losses.values())) == 4
-    given = ['--pipeline-schedule', schedule]
-    event = watched if case != 'sequence' else event_of(case)
-    ours = run(ranks(CASES[case][0]), *flags, *given, event=event)
-    if event is watched:
+def test_identical_to_megatron(ranks, tmp_path, case, schedule):
+    """From a checkpoint of Megatron's every schedule goes on as Megatron does."""
+    size, flags = CASES[case]
+    flags = [*PIPELINE, *NO_CLIPPING, *flags, '--train-iters', 4]
+    how = {'event': watched}
+    if case == 'sequence':
+        how = dict.fromkeys(('event', 'stock_event'), events.sequence_parallel)
+    how |= {'at': 2, 'sharded': DISTRIBUTED[0] in flags}
+    ours, stock = go_on(ranks(size), tmp_path, flags, by(schedule), **how)
+    if case != 'sequence':
         require_defined(ours.reported)
-    assert ours.losses == since(start, expected.losses)
-    assert ours.parameters == expected.parameters
-    if DISTRIBUTED[0] not in flags:  # else shards: another placement cuts elsewhere
-        assert ours.optimizer == expected.optimizer
     if schedule == 'zb-h1':  # ZB-V sums the norm in another order
-        assert ours.grad_norms == since(start, expected.grad_norms)
+        assert ours.grad_norms == since(4 - len(ours.losses), stock.grad_norms)
 
 
 @supports("NVIDIA's loop: tied embeddings, saved by data parallel ranks", 'zb-v')
 def test_tied_embeddings_are_saved_by_replicas(ranks, tmp_path):
     """A rank of a V holds the weight twice: it saves it once, and Megatron's 1F1B goes on."""
     flags = [*PIPELINE, *NO_CLIPPING, '--train-iters', 4]
-    saving = ['--save', tmp_path, '--save-interval', 2, '--pipeline-schedule', 'zb-v']
-    ours = run(ranks(4), *flags, *saving)
+    ours = run(ranks(4), *flags, *by('zb-v'), '--save', tmp_path, '--save-interval', 2)
     loading = ['--load', tmp_path, '--ckpt-step', 2]
-    stock = run(ranks(4), *flags, *loading)
-    assert stock.losses == since(2, ours.losses) and len(stock.losses) == 2
-    assert stock.parameters == ours.parameters
-    assert stock.optimizer == ours.optimizer
-    again = run(ranks(4), *flags, *loading, '--pipeline-schedule', 'zb-v')
-    assert again.losses == stock.losses and again.parameters == ours.parameters
+    stock, again = (run(ranks(4), *flags, *loading, *more) for more in ([], by('zb-v')))
+    require_same(stock, ours, 2)
+    require_same(again, stock, optimizer=False)
+    assert len(stock.losses) == 2
 
 
 def test_context_is_attended_as_a_whole(ranks, tmp_path):
@@ -138,7 +104,7 @@ def test_context_is_attended_as_a_whole(ranks, tmp_path):
 def test_clipping(ranks):
     """ZB-H1 sums the norm as 1F1B does."""
     flags = [*PIPELINE, '--clip-grad', 0.1, '--train-iters', 4]
-    assert run(ranks(2), *flags, '--pipeline-schedule', 'zb-h1') == run(ranks(2), *flags)
+    assert run(ranks(2), *flags, *by('zb-h1')) == run(ranks(2), *flags)
 
 
 @supports("NVIDIA's loop: an overflow of fp16", 'zb-h1 zb-v')
@@ -147,17 +113,11 @@ def test_overflow_skips_the_step(ranks, tmp_path, rank):
     """An infinity in fp16: the same iteration is skipped, the loss scale backs off alike."""
     flags = [*PIPELINE, *NO_CLIPPING, '--fp16', '--initial-loss-scale', 1024, '--hysteresis', 1]
     flags += ['--train-iters', 5]
-    overflow = events.Overflow(2, rank)
-    saving = ['--save', tmp_path, '--save-interval', 1]
-    stock = run(ranks(2), *flags, *saving, event=events.Overflow(3, rank))
-    assert [values[-1] for values in stock.losses.values()].count('skipped') == 1
-    assert stock.losses[4][-2] == 512
-    for schedule in ('zb-h1', 'zb-v'):
-        loading = ['--load', tmp_path, '--ckpt-step', 1, '--pipeline-schedule', schedule]
-        ours = run(ranks(2), *flags, *loading, event=overflow)
-        assert ours.losses == since(1, stock.losses), schedule
-        assert ours.parameters == stock.parameters, schedule
-        assert ours.optimizer == stock.optimizer, schedule
+    for schedule in BOTH:
+        both = {'event': events.Overflow(2, rank), 'stock_event': events.Overflow(3, rank)}
+        _, stock = go_on(ranks(2), tmp_path / schedule, flags, by(schedule), **both)
+        assert [values[-1] for values in stock.losses.values()].count('skipped') == 1
+        assert stock.losses[4][-2] == 512
 
 
 @supports("NVIDIA's loop: checkpoints go from one schedule to the next", 'zb-h1 zb-v')
@@ -174,9 +134,7 @@ def test_checkpoints_interchange(ranks, tmp_path):
         event = events.aliased_sends if leg == chunks else events.nothing
         latest = run(ranks(2), *flags, *through, *schedule, event=event)
         losses |= latest.losses
-    assert losses == whole.losses
-    assert latest.parameters == whole.parameters
-    assert latest.optimizer == whole.optimizer
+    require_same(replace(latest, losses=losses), whole)
 
 
 @supports("NVIDIA's loop: evaluation with another number of microbatches", 'zb-h1 zb-v')
@@ -186,14 +144,11 @@ def test_evaluation(ranks, tmp_path):
     flags += ['--split', '80,10,10']
     if '--eval-global-batch-size' in ranks(2).run(known)[0]:
         flags += ['--eval-global-batch-size', 3]
-    saving = ['--save', tmp_path, '--save-interval', 1]
-    stock = run(ranks(2), *flags, *saving, event=events.evaluations)
-    assert len(stock.reported[-1]) >= 2
-    for schedule in ('zb-h1', 'zb-v'):
-        loading = ['--load', tmp_path, '--ckpt-step', 1, '--pipeline-schedule', schedule]
-        ours = run(ranks(2), *flags, *loading, event=events.evaluations)
-        assert ours.reported[-1] == stock.reported[-1], schedule
-        assert ours.parameters == stock.parameters, schedule
+    both = dict.fromkeys(('event', 'stock_event'), events.evaluations)
+    for schedule in BOTH:
+        ours, stock = go_on(ranks(2), tmp_path / schedule, flags, by(schedule), **both)
+        assert len(stock.reported[-1]) >= 2
+        assert ours.reported[-1] == stock.reported[-1]
 
 
 @supports("NVIDIA's loop: batches that grow", 'zb-h1 zb-v')
@@ -205,12 +160,8 @@ def test_batch_size_ramp(ranks, tmp_path):
     else:  # until 0.17
         flags += ['--train-samples', 28, '--lr-warmup-iters', 0, '--global-batch-size', 8]
         flags += ['--rampup-batch-size', 2, 2, 12]
-    stock = run(ranks(2), *flags, '--save', tmp_path, '--save-interval', 1)
-    for schedule in ('zb-h1', 'zb-v'):
-        loading = ['--load', tmp_path, '--ckpt-step', 1, '--pipeline-schedule', schedule]
-        ours = run(ranks(2), *flags, *loading)
-        assert ours.losses == since(1, stock.losses), schedule
-        assert ours.parameters == stock.parameters, schedule
+    for schedule in BOTH:
+        go_on(ranks(2), tmp_path / schedule, flags, by(schedule), optimizer=False)
 
 
 @supports("NVIDIA's loop: dropout", 'zb-h1')
@@ -219,18 +170,16 @@ def test_dropout_and_recompute(ranks):
     flags = [*PIPELINE, '--train-iters', 4, '--hidden-dropout', 0.1, '--attention-dropout', 0.1]
     recompute = [*FULL, 'uniform', '--recompute-num-layers', 1]
     stock = run(ranks(2), *flags, *recompute)
-    assert run(ranks(2), *flags, *recompute, '--pipeline-schedule', 'zb-h1') == stock
-    vee = [*flags, '--pipeline-schedule', 'zb-v']
+    assert run(ranks(2), *flags, *recompute, *by('zb-h1')) == stock
+    vee = [*flags, *by('zb-v')]
     assert run(ranks(2), *vee, *recompute) == run(ranks(2), *vee)
 
 
 def test_reduction_overlaps(ranks):
-    """A bucket's reduction begins within the pass that completes it, others still to come.
-
-    Megatron divides into buckets on the first rank of a pipeline only.
-    """
+    """A bucket's reduction begins within the pass that completes it, others still to come. Megatron
+    divides into buckets on the first rank of a pipeline only."""
     flags = [*PIPELINE, '--train-iters', 3, *OVERLAP, '--ddp-bucket-size', 1000]
-    ours = run(ranks(4), *flags, '--pipeline-schedule', 'zb-v', event=events.reductions)
+    ours = run(ranks(4), *flags, *by('zb-v'), event=events.reductions)
     assert max(map(len, ours.reported)) > 8, 'several buckets'
     for found in ours.reported:
         ended, passes = zip(*found, strict=True)

@@ -1,19 +1,19 @@
-"""The flag of post-validation in NVIDIA's training loop: same numbers, and nobody waits."""
+"""Steps that are validated later, and what is read before them, in NVIDIA loops: same numbers."""
 
-from __future__ import annotations
-
+import functools
 from contextlib import contextmanager
 from unittest import mock
 
 import events
 import pytest
-from nvidia import known, needs_training, run
+from grids import grid
+from nvidia import EARLY, WITHOUT_STATE, by, known, needs_training, run
 from supported import supports
-from test_launch import DISTRIBUTED, MOE, OVERLAP, PIPELINE
+from test_launch import DISTRIBUTED, MOE, NO_CLIPPING, OVERLAP, PIPELINE
 
 pytestmark = needs_training
 
-EARLY = ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps', 1]
+
 UNTIED = ['--untie-embeddings-and-output-weights']
 # name: processes, schedule, flags, event
 CASES = {
@@ -111,3 +111,67 @@ def test_nobody_waits(ranks, schedule):
     early = run(ranks(2), *argv, *EARLY, event=events.waits)
     assert early.reported == ([], [])
     assert early.losses == synchronous.losses
+
+
+POSITIONS = ['--max-position-embeddings', 32]  # of which the data has 16: the rest get zeros
+UNUSED = 16 * 32
+FLAGS = [*PIPELINE, *POSITIONS, *NO_CLIPPING, *WITHOUT_STATE, '--train-iters', 4]
+FLAGS += ['--log-interval', 4, '--save-wgrads-interval', 2]
+FLAGS += ['--log-num-zeros-in-grad', '--log-params-norm']
+OPTIMIZERS = {'plain': [], 'distributed': DISTRIBUTED}
+
+
+@pytest.fixture(scope='module')
+def stock(ranks, tmp_path_factory):
+    """By flags: what Megatron's own 1F1B gives and has dumped, from one checkpoint of its own."""
+    start = tmp_path_factory.mktemp('start')
+    saving = ['--save', start, '--save-interval', 1, '--no-save-optim']
+    run(ranks(4), *PIPELINE, *POSITIONS, '--train-iters', 4, '--exit-interval', 1, *saving)
+
+    @functools.cache
+    def trained(*more):
+        folder = tmp_path_factory.mktemp('dumps')
+        flags = ['--load', start, '--ckpt-step', 1, '--save', folder, '--save-interval', 100, *more]
+        return run(ranks(4), *FLAGS, *flags, event=events.Dumps(folder))
+
+    return trained
+
+
+def numbers(norms):
+    return {iteration: float.fromhex(norm) for iteration, norm in norms.items()}
+
+
+def dumped(found):
+    """What all ranks have dumped, by iteration."""
+    together = {}
+    for each in found.reported:
+        for iteration, values in each.items():
+            together.setdefault(iteration, {}).update(values)
+    return together
+
+
+@supports("NVIDIA's loop: dumps of gradients, {optimizer} optimizer")
+@grid(
+    schedule=('zb-h1', 'zb-v+post-validation', 'zb-v'),
+    optimizer=('plain', 'distributed', 'distributed'),
+    overlap=(False, False, True),
+)
+def test_as_by_megatron(stock, schedule, optimizer, overlap):
+    """Dumps of stock are those of the plain reduction: see limits on the overlapped one."""
+    overlapped = OVERLAP if overlap else []
+    plain = stock(*OPTIMIZERS[optimizer])
+    expected = stock(*OPTIMIZERS[optimizer], *overlapped)
+    found = stock(*OPTIMIZERS[optimizer], *overlapped, *by(schedule))
+    gradients = dumped(plain)
+    assert list(gradients) == ['iter_0000002', 'iter_0000004']
+    assert dumped(found) == gradients
+    scattered = bool(overlapped) and optimizer == 'distributed'
+    assert (dumped(expected) == gradients) != scattered, 'see limits'
+    assert found.losses == expected.losses and found.parameters == expected.parameters
+    assert min(expected.zeros.values()) >= UNUSED and found.zeros == expected.zeros
+    if schedule == 'zb-h1':
+        assert found.grad_norms == expected.grad_norms
+        assert found.param_norms == expected.param_norms
+    for name in ('grad_norms', 'param_norms'):
+        ours, theirs = (numbers(getattr(each, name)) for each in (found, expected))
+        assert ours == pytest.approx(theirs, rel=1e-6)

@@ -1,34 +1,45 @@
-"""Microbatches of other lengths each: to the bit as by Megatron's own schedule."""
+"""Microbatches of other lengths and numbers, and passes of other models between steps."""
 
-from __future__ import annotations
-
+import json
+import math
+from copy import copy
+from itertools import product
+from random import Random
 from unittest import mock
 
 import pytest
-from grids import grid
-from models import Job, check, train
+import report
+import torch
+import torch.distributed as dist
+from example import MODEL, early_steps, program
+from grids import grid, some
+from models import Job, train
+from nvidia import EARLY
+from rows import row, trains
+from stock import trained as trained_by_stock
 from supported import supports
 
 from megatron_zbpp.analysis.program import BY_TAKER
 from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.guests import auto_plan, measurements
+from megatron_zbpp.ir import F
+from megatron_zbpp.mcore import programs
+from megatron_zbpp.mcore.lowered import for_megatron
+from megatron_zbpp.schedules import build
 
-pytestmark = pytest.mark.shared
-
-
-@supports('microbatches of any length (`variable_seq_lengths`)')
-@grid(
-    schedule=('zb-v', 'zb-h1', 'interleaved', '1f1b', 'dualpipe-v', 'zb-2p+post-validation'),
-    pp=(4, 2),
-    dp=(1, 1, 1, 1, 2),
+test_identical_to_megatron = trains(
+    'microbatches of any length (`variable_seq_lengths`)',
+    {'kind': 'lengths', 'te': False},
+    row(
+        '',
+        ('zb-v', 'zb-h1', 'interleaved', '1f1b', 'dualpipe-v', 'zb-2p+post-validation'),
+        **{'pp': (4, 2), 'dp': (1, 1, 1, 1, 2)},
+    ),
 )
-def test_identical_to_megatron(ranks, data, schedule, pp, dp):
-    check(ranks, data, schedule, Job('lengths', te=False, pp=pp, dp=dp))
 
 
 def posted(job, argv):
     """Runs on each rank: when forwards' receives of each program are posted, and its job."""
-    from megatron_zbpp.mcore import programs
-
     found, original = [], programs.check
 
     def noting(schedule, receives):
@@ -42,7 +53,7 @@ def posted(job, argv):
 
 @pytest.mark.parametrize(('kind', 'waits'), [('lengths', True), ('dense', False)])
 def test_a_pass_waits_for_its_own_shape(ranks, data, kind, waits):
-    """Where shapes vary, and there alone: tests/unit/analysis/test_posting.py counts waits."""
+    """Where shapes vary, and there alone: tests/unit/analysis/test_lowering.py counts waits."""
     job = Job(kind, te=False, iterations=1)
     for found in ranks(2).run(posted, job, job.argv('zb-v', False, data)):
         assert found and (BY_TAKER in found) == waits
@@ -50,8 +61,6 @@ def test_a_pass_waits_for_its_own_shape(ranks, data, kind, waits):
 
 def planned_for(job, argv):
     """Runs on each rank: the costs that `auto` planned for, and the iteration that it measured."""
-    from megatron_zbpp.guests import auto_plan, measurements
-
     made, measured, fit, planner = [], [], measurements.measured_costs, auto_plan.AutoPlan
 
     def make(profile_iters=5, *settings, **named):  # without: what nothing is known for
@@ -77,3 +86,221 @@ def test_auto_plans_for_the_mean(ranks, data):
         simulated = simulate(measured.schedule, costs)
         for rank in range(job.pp):
             assert simulated.busy(rank) == pytest.approx(measured.busy(rank))
+
+
+STEPS = 3
+SCORED = {'seq_length': 8, 'micro_batch_size': 2}  # training has others
+CALLS = (3, 1, 7)  # microbatches of each call by step: they divide by no number of ranks
+
+
+def whole_model(script, args):
+    """A reference that each rank has all of, with a pipeline of itself alone; and its groups."""
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    names = ['tp', 'cp', 'pp', 'embd', 'pos_embd', 'dp', 'dp_cp', 'tp_cp', 'tp_dp_cp', 'mp']
+    groups = ProcessGroupCollection(**dict.fromkeys(names, own))
+    groups.tp = groups.cp = parallel_state.get_tensor_model_parallel_group()
+    config = script.TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=False,
+    )
+    model = script.GPTModel(
+        config,
+        script.get_gpt_layer_local_spec(),
+        vocab_size=-(-script.VOCABULARY // 128) * 128,
+        max_sequence_length=args.seq_length,
+        pg_collection=groups,
+    )
+    script.draw_weights([model], args.seed + 1)
+    return [model], {'pg_collection': groups}
+
+
+def score(script, models, data, groups, num_microbatches):
+    """The summed log likelihood of each microbatch, on the last rank of the model's pipeline."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+
+    def take(losses, non_loss_data=True):
+        return losses.detach().sum()
+
+    def forward_step(iterator, model):
+        batch = next(iterator)
+        output = model(batch['tokens'], batch['position_ids'], None, labels=batch['labels'])
+        return output, take
+
+    function = schedules.forward_backward_no_pipelining if groups else get_forward_backward_func()
+    many = len(models) > 1
+    with torch.no_grad():
+        return function(
+            forward_step_func=forward_step,
+            data_iterator=data if many else data[0],
+            model=models if many else models[0],
+            forward_only=True,
+            collect_non_loss_data=True,
+            num_microbatches=num_microbatches,
+            **SCORED,
+            **groups,
+        )
+
+
+def batches(seed, length, size):
+    """Endless, the same on all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.arange(length).expand(size, -1)
+    while True:
+        tokens = torch.randint(0, 256, (size, length + 1), generator=generator)
+        yield {
+            'tokens': tokens[:, :-1],
+            'labels': tokens[:, 1:],
+            'position_ids': positions,
+            'loss_mask': torch.ones(size, length),
+        }
+
+
+def trained_beside(argv, second):
+    """Answers of both models and losses of the policy, in hex, and hashes of its weights; and how
+    many steps were taken early."""
+    with program(argv) as at:
+        groups = {}
+        if second == 'whole':
+            reference, groups = whole_model(at.script, at.args)
+        else:
+            other = copy(at.args)
+            other.seed += 1
+            reference = at.script.build_model(other)
+        training = [batches(100, at.args.seq_length, 1) for _ in at.models]
+        found = []
+        for step in range(STEPS):
+            answers = []
+            for models, options in ((at.models, {}), (reference, groups)):
+                length, size = SCORED['seq_length'], SCORED['micro_batch_size']
+                data = [batches(step, length, size) for _ in models]
+                answers.append(score(at.script, models, data, options, CALLS[step]))
+            told = [answers]
+            dist.broadcast_object_list(told, src=dist.get_world_size() - 1)
+            gain = sum(own - theirs for own, theirs in zip(*told[0], strict=True))
+            for group in at.optimizer.param_groups:  # a bit of either answer shows
+                group['lr'] = 1e-3 * (2 + math.tanh(gain))
+            loss = at.step(training)
+            flat = [float(answer).hex() for each in told[0] for answer in each]
+            found.append((flat, None if loss is None else loss.hex()))
+        hashes = report.fingerprint(report.by_layer(at.models), at.optimizer)
+        return found, hashes, early_steps()
+
+
+@supports(
+    'policy and reference in one process ({second}), forward-only passes of other sizes between'
+)
+@grid(
+    schedule=('zb-v', 'zb-h1', 'interleaved', 'zb-2p+post-validation'),
+    second=('whole', 'pipelined'),
+    p=(2, 2, 4),
+)
+def test_policy_and_reference(ranks, schedule, second, p):
+    name, _, early = schedule.partition('+')
+    argv = [*MODEL, '--num-layers', 2 * p, '--pipeline-model-parallel-size', p, '--clip-grad', 1e9]
+    argv += ['--global-batch-size', 5, '--train-iters', STEPS]
+    stock = trained_by_stock(
+        ranks(p), trained_beside, [*argv, '--pipeline-schedule', 'megatron'], second
+    )
+    ours = ranks(p).run(
+        trained_beside, [*argv, '--pipeline-schedule', name, *(EARLY if early else [])], second
+    )
+    losses, *_ = stock[-1]
+    assert len({loss for _, loss in losses}) == STEPS
+    assert len({answer for answers, _ in losses for answer in answers}) == 2 * sum(CALLS)
+    assert [left[:2] for left in ours] == [left[:2] for left in stock]
+    assert any(left[2] for left in ours) == bool(early)
+
+
+def trained_in_counts(argv, counts):
+    """Losses in hex, hashes of weights, steps taken early, and the sizes whose programs are
+    kept."""
+    with program(argv) as at:
+        data = [batches(100, at.args.seq_length, 1) for _ in at.models]
+        losses = []
+        for at.args.num_microbatches in counts:
+            loss = at.step(data)
+            losses.append(None if loss is None else loss.hex())
+        hashes = report.fingerprint(report.by_layer(at.models), at.optimizer)
+        known = set()
+        if at.plugin is not None:
+            cache = at.plugin.session.programs.cache
+            cache.ahead.wait()
+            known = {size.num_microbatches for size in cache.sizes if not size.forward_only}
+        return losses, hashes, early_steps(), known
+
+
+@supports('a number of microbatches that differs from call to call', '{schedule}')
+@some(
+    'schedule, p, steps',
+    [('zb-2p+post-validation', 2, 7), ('auto', 2, 7)],
+    *product(('zb-v', 'zb-2p+post-validation', 'auto', 'interleaved'), (2, 4), (50,)),
+)
+def test_as_stock(ranks, tmp_path, schedule, p, steps):
+    """Random numbers from 1 to 3p; iteration 5 is traced with as many as it has."""
+    random = Random(55)  # of p = 2 the first 7 are 1, 2, 2, 6, 3, 1, 6
+    counts = [random.randint(1, 3 * p) for _ in range(steps)]
+    name, _, early = schedule.partition('+')
+    argv = [*MODEL, '--num-layers', 2 * p, '--pipeline-model-parallel-size', p, '--clip-grad', 1e9]
+    argv += ['--global-batch-size', 3 * p, '--train-iters', steps]
+    flags = ['--pipeline-schedule', name, *(EARLY if early else [])]
+    stock = trained_by_stock(
+        ranks(p), trained_in_counts, [*argv, '--pipeline-schedule', 'megatron'], counts
+    )
+    ours = ranks(p).run(
+        trained_in_counts, [*argv, *flags, '--pipeline-trace-dir', tmp_path], counts
+    )
+    assert len(set(stock[-1][0])) == steps
+    assert [left[:2] for left in ours] == [left[:2] for left in stock]
+    assert any(left[2] for left in ours) == bool(early)
+    between = set(range(min(counts), max(counts) + 1))
+    assert [left[3] for left in ours] == [between] * p and between > set(counts[:7])
+    traced = json.loads((tmp_path / 'pipeline.perfetto.json').read_text())['traceEvents']
+    ran = [event['name'] for event in traced if event['ph'] == 'X']
+    forwards = [name for name in ran if name.startswith('0F')]
+    assert len(forwards) == counts[4] or schedule == 'auto', 'drawn again after a switch'
+
+
+def standings(argv, counts):
+    """Where the watchdog says that a rank is at each forward of each step."""
+    found = []
+
+    with program(argv) as at:
+        data, original = (
+            [batches(100, at.args.seq_length, 1) for _ in at.models],
+            at.script.forward_step,
+        )
+
+        def forward_step(*given):
+            found[-1].append(at.plugin.session.watchdog._activity.standing())
+            return original(*given)
+
+        with mock.patch.object(at.script, 'forward_step', forward_step):
+            for at.args.num_microbatches in counts:
+                found.append([])
+                at.batch(data)
+    return found
+
+
+def test_the_watchdog_knows_the_position(ranks):
+    """By the passes of the step that runs, whatever steps before it had."""
+    p, counts = 2, (4, 1, 6)
+    argv = [*MODEL, '--num-layers', 2 * p, '--pipeline-model-parallel-size', p]
+    argv += ['--pipeline-schedule', 'zb-v', '--global-batch-size', 4, '--train-iters', 3]
+    for rank, steps in enumerate(ranks(p).run(standings, argv, counts)):
+        for count, forwards in zip(counts, steps, strict=True):
+            order = for_megatron(build('zb-v', p, count)).passes[rank]
+            expected = [
+                (f'F stage {f.stage} microbatch {f.microbatch} ({f})', order[:at][-10:])
+                for at, f in enumerate(order)
+                if f.kind == F
+            ]
+            assert [(each['now'], each['last passes']) for each in forwards] == [
+                (now, ' '.join(map(str, before)) or 'none') for now, before in expected
+            ]

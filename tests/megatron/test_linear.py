@@ -1,17 +1,23 @@
 """Megatron's linear layers, split: gradients as from its own backward, to the bit."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import inspect
 import types
 import weakref
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
-from example import forget_groups
+import torch
+import torch.distributed as dist
+from example import forget_groups, small_config
 from gpu import CUDA
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import megatron_zbpp
+from megatron_zbpp.mcore.layers.linear import deferring_linear
+from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 CASES = ['plain', 'bias', 'fused', 'fused-flagged', 'sequence-parallel', 'frozen-bias']
 
@@ -26,17 +32,9 @@ def fused_kernels():
 
 
 def layer_gradients(case, split, dtype_name, apex):
-    """Gradients of three microbatches through a column-parallel and a row-parallel layer.
-
-    Args:
-        apex: whether its own kernels add to main_grad.
-    """
-    import torch
+    """Gradients of three microbatches through a column-parallel and a row-parallel layer."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.tensor_parallel import layers
-    from megatron.core.transformer import TransformerConfig
-
-    import megatron_zbpp
 
     dtype = getattr(torch, dtype_name)
     sequence_parallel = case == 'sequence-parallel'
@@ -44,14 +42,8 @@ def layer_gradients(case, split, dtype_name, apex):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
     torch.manual_seed(1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=2,
-        params_dtype=dtype,
-        tensor_model_parallel_size=size,
-        sequence_parallel=sequence_parallel,
-    )
+    sizes = {'tensor_model_parallel_size': size, 'sequence_parallel': sequence_parallel}
+    config = small_config(heads=2, params_dtype=dtype, **sizes)
     config.gradient_accumulation_fusion = case.startswith('fused')
     make = {'config': config, 'init_method': config.init_method, 'bias': 'bias' in case}
     with mock.patch.object(layers, '_grad_accum_fusion_available', True):
@@ -101,8 +93,6 @@ def layer_gradients(case, split, dtype_name, apex):
 
 def compare(case, dtype_name, apex=False):
     """On each rank: whether everything is the same, whole and split."""
-    import torch
-
     whole = layer_gradients(case, False, dtype_name, apex)
     split = layer_gradients(case, True, dtype_name, apex)
     same = all(map(torch.equal, whole[0], split[0])) and whole[2] == split[2]
@@ -113,7 +103,6 @@ def compare(case, dtype_name, apex=False):
     return same, computed
 
 
-@pytest.mark.shared
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('case', CASES)
 def test_gradients_to_the_bit(ranks, case, dtype):
@@ -131,14 +120,22 @@ def test_kernels_of_apex(ranks, case, dtype):
     assert ranks(1).run(compare, case, dtype, True) == [(True, 2)]
 
 
+@contextmanager
+def on_this_rank():
+    """Megatron's product of inputs and a weight, in a group of this rank alone."""
+    from megatron.core.tensor_parallel import layers
+
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    product = layers.linear_with_grad_accumulation_and_async_allreduce
+    yield lambda x, weight, fused=False: product(
+        x, weight, None, fused, False, False, tp_group=group
+    )
+    dist.destroy_process_group(group)
+
+
 def products(split):
     """Kernels of a layer's forward and backward where the input's first stride is not the product
     of the others: of an embedding's output with micro batch 1, which RMSNorm passes on."""
-    import torch
-    from megatron.core.tensor_parallel import layers
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    import megatron_zbpp
 
     class Kernels(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -146,24 +143,18 @@ def products(split):
             seen.extend([name] if name in ('aten.mm.default', 'aten.bmm.default') else [])
             return function(*args, **(kwargs or {}))
 
-    group = torch.distributed.new_group(
-        [torch.distributed.get_rank()], use_local_synchronization=True
-    )
     seen, key = [], (0, 0) if split else None
     weight = torch.nn.Parameter(torch.ones(3, 4))
-    with megatron_zbpp.enable('zb-h1') as plugin, Kernels():
+    with on_this_rank() as linear, megatron_zbpp.enable('zb-h1') as plugin, Kernels():
         store = plugin.session.store
         x = torch.ones(1, 5, 4).transpose(0, 1).requires_grad_()
         with store.scope(key):
-            y = layers.linear_with_grad_accumulation_and_async_allreduce(
-                x, weight, None, False, False, False, tp_group=group
-            )
+            y = linear(x, weight)
         store.open((0, 0))
         with store.scope(key):
             y.backward(torch.ones(5, 1, 1).expand(5, 1, 3))
         assert (weight.grad is None) == split
         store.run((0, 0))
-    torch.distributed.destroy_process_group(group)
     return seen, weight.grad.tolist()
 
 
@@ -174,51 +165,32 @@ def test_kernels_are_those_of_the_whole_backward(ranks):
     assert len(whole[0][0]) == 3
 
 
-def inner_backward(wanted):
-    """What is said of a backward while a forward still runs, and what it leaves in the weight."""
-    import torch
-    from megatron.core.tensor_parallel import layers
-
-    import megatron_zbpp
-
-    group = torch.distributed.new_group(
-        [torch.distributed.get_rank()], use_local_synchronization=True
-    )
+@pytest.mark.on_ranks(2)
+@pytest.mark.parametrize('wanted', ['all', 'input', 'penalty'])
+def test_a_backward_inside_a_forward_is_refused(wanted):
+    """No W would follow; and of a layer whose weight gradient waits nobody could ask for it."""
     weight, x = torch.nn.Parameter(torch.ones(3, 4)), torch.ones(2, 4, requires_grad=True)
-    with megatron_zbpp.enable('zb-h1') as plugin, plugin.session.store.scope((1, 0, 0)):
-        y = layers.linear_with_grad_accumulation_and_async_allreduce(
-            x, weight, None, False, False, False, tp_group=group
-        )
-        try:
+    with (
+        on_this_rank() as linear,
+        megatron_zbpp.enable('zb-h1') as plugin,
+        plugin.session.store.scope((1, 0, 0)),
+    ):
+        y = linear(x, weight)
+        with pytest.raises(NotImplementedError, match=r'(?s)^a backward inside a forward.*1f1b'):
             if wanted == 'all':
                 y.sum().backward()
             else:
                 torch.autograd.grad(y.sum(), x, create_graph=wanted == 'penalty')
-            said = ''
-        except NotImplementedError as error:
-            said = str(error)
-    torch.distributed.destroy_process_group(group)
-    return said, weight.grad
+    assert weight.grad is None
 
 
-@pytest.mark.parametrize('wanted', ['all', 'input', 'penalty'])
-def test_a_backward_inside_a_forward_is_refused(ranks, wanted):
-    """No W would follow; and of a layer whose weight gradient waits nobody could ask for it."""
-    for said, left in ranks(2).run(inner_backward, wanted):
-        assert said.startswith('a backward inside a forward') and '1f1b' in said
-        assert left is None
-
-
-def switches(forward, backward):
+@pytest.mark.on_ranks(2)
+@pytest.mark.parametrize('backward', [False, True])
+@pytest.mark.parametrize('forward', [False, True])
+def test_autocast_is_as_in_forward(forward, backward):
     """Whether autocast is on for CUDA where a W computes, as in Megatron's own backward."""
-    import torch
     from megatron.core.tensor_parallel import layers
 
-    import megatron_zbpp
-
-    group = torch.distributed.new_group(
-        [torch.distributed.get_rank()], use_local_synchronization=True
-    )
     seen = []
 
     def accumulate(total_input, grad_output, main_grad):
@@ -229,47 +201,30 @@ def switches(forward, backward):
     weight.main_grad = torch.zeros(3, 4)
     with (
         mock.patch.object(layers, 'fused_weight_gradient_mlp_cuda', kernels, create=True),
+        on_this_rank() as linear,
         megatron_zbpp.enable('zb-h1') as plugin,
     ):
         store = plugin.session.store
         for key in (None, (0, 0)):
             x = torch.ones(2, 4, requires_grad=True)
             with store.scope(key), torch.autocast('cuda', torch.bfloat16, enabled=forward):
-                y = layers.linear_with_grad_accumulation_and_async_allreduce(
-                    x, weight, None, True, False, False, tp_group=group
-                )
+                y = linear(x, weight, fused=True)
             store.open((0, 0))
             with torch.autocast('cuda', torch.bfloat16, enabled=backward):
                 with store.scope(key):
                     y.sum().backward()
                 store.run((0, 0))
-    torch.distributed.destroy_process_group(group)
-    return seen
+    assert seen == [forward, forward]
 
 
-@pytest.mark.parametrize('backward', [False, True])
-@pytest.mark.parametrize('forward', [False, True])
-def test_autocast_is_as_in_forward(ranks, forward, backward):
-    assert ranks(2).run(switches, forward, backward) == [[forward, forward]] * 2
-
-
-def left_alive():
+@pytest.mark.on_ranks(2)
+def test_backward_frees_the_graph():
     """What a B leaves: the layer's input and the gradient of its output, nothing else."""
-    import torch
-    from megatron.core.tensor_parallel import layers
-
-    import megatron_zbpp
-
-    group = torch.distributed.new_group(
-        [torch.distributed.get_rank()], use_local_synchronization=True
-    )
     weight = torch.nn.Parameter(torch.ones(3, 4))
-    with megatron_zbpp.enable('zb-h1') as plugin:
+    with on_this_rank() as linear, megatron_zbpp.enable('zb-h1') as plugin:
         with plugin.session.store.scope((0, 0)):
             x = torch.ones(2, 4, requires_grad=True) * 2
-            y = layers.linear_with_grad_accumulation_and_async_allreduce(
-                x, weight, None, False, False, False, tp_group=group
-            )
+            y = linear(x, weight)
             node, z = weakref.ref(y.grad_fn), y * 3
         plugin.session.store.open((0, 0))
         with plugin.session.store.scope((0, 0)):
@@ -279,25 +234,18 @@ def left_alive():
         gc.collect()
         graph_gone, input_kept = node() is None, kept() is not None
         plugin.session.store.run((0, 0))
-    torch.distributed.destroy_process_group(group)
-    return graph_gone, input_kept, weight.grad.tolist() == [[12.0] * 4] * 3
+    assert graph_gone and input_kept and weight.grad.tolist() == [[12.0] * 4] * 3
 
 
-def test_backward_frees_the_graph(ranks):
-    assert all(all(result) for result in ranks(2).run(left_alive))
-
-
-def deferred(later):
-    """How many weight gradients wait where a release gives the layer one argument more: `later`."""
-    import torch
+@pytest.mark.on_ranks(2)
+def test_what_a_later_release_adds_changes_nothing():
+    """Where it gives the layer one argument more the weight gradient waits for W: in 0.20 it did
+    not, and nobody saw it."""
     from megatron.core.tensor_parallel import layers
-
-    from megatron_zbpp.mcore.layers.linear import deferring_linear
-    from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
     original = layers.LinearWithGradAccumulationAndAsyncCommunication
     forward = inspect.signature(original.forward)
-    more = [*forward.parameters.values(), inspect.Parameter(later, inspect.Parameter.KEYWORD_ONLY)]
+    more = [*forward.parameters.values(), inspect.Parameter('new', inspect.Parameter.KEYWORD_ONLY)]
 
     class Longer(original):
         @staticmethod
@@ -328,9 +276,4 @@ def deferred(later):
     with store.scope((0, 0)):
         y.sum().backward()
     torch.distributed.destroy_process_group(group)
-    return len(store._pending[0, 0]), weight.grad is None
-
-
-def test_what_a_later_release_adds_changes_nothing(ranks):
-    """The weight gradient waits for W: in 0.20 it did not, and nobody saw it."""
-    assert ranks(2).run(deferred, 'of_a_later_release') == [(1, True)] * 2
+    assert len(store._pending[0, 0]) == 1 and weight.grad is None

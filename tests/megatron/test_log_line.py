@@ -1,17 +1,21 @@
 """What NVIDIA's training loop logs of the pipeline, and Megatron's own ranges around passes."""
 
-from __future__ import annotations
-
 import re
+import sys
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
+from types import SimpleNamespace
 from unittest import mock
 
 import example
 import pytest
-from nvidia import needs_training, run
+import torch
+from nvidia import CHECKOUT, needs_training, run
 
+import megatron_zbpp
+from megatron_zbpp.analysis import fit_costs
 from megatron_zbpp.ir import F, Pass
+from megatron_zbpp.runtime.log import job_log
 
 pytestmark = pytest.mark.alone
 FIGURES = re.compile(
@@ -30,10 +34,7 @@ SUMMARY = re.compile(
 @contextmanager
 def job_lines(training):
     """What is said once for the job, on the first rank; first the passes that a summary is of."""
-    from megatron_zbpp.mcore import training_log
-    from megatron_zbpp.runtime.log import job_log
-
-    lines, fit = [], training_log.measured_costs
+    lines, fit = [], fit_costs.measured_costs
 
     def fitted(timeline):
         lines.append(' '.join(sorted({p.kind for own in timeline.schedule.passes for p in own})))
@@ -41,7 +42,7 @@ def job_lines(training):
 
     with (
         mock.patch.object(job_log, 'info', lines.append),
-        mock.patch.object(training_log, 'measured_costs', fitted),
+        mock.patch.object(fit_costs, 'measured_costs', fitted),
     ):
         yield lines
 
@@ -131,10 +132,8 @@ def printed(argv, metrics):
 @pytest.mark.parametrize('schedule', ['zb-v', 'megatron'])
 def test_example(ranks, data, tmp_path, schedule):
     """Megatron's own schedule as well, which is only observed."""
-    argv = [*example.MODEL, '--num-layers', 4, '--pipeline-model-parallel-size', 2]
-    argv += ['--pipeline-schedule', schedule, '--global-batch-size', 4, '--data-path', data]
-    argv += ['--train-iters', 5, '--log-interval', 2]
-    found, _ = ranks(2).run(printed, list(map(str, argv)), tmp_path / 'metrics.jsonl')[-1]
+    argv = example.words(data, schedule, '--train-iters', 5, '--log-interval', 2)
+    found, _ = ranks(2).run(printed, argv, tmp_path / 'metrics.jsonl')[-1]
     lines = [line for line in found if ' iteration ' in line and 'grad norm' in line]
     assert len(lines) == 2
     for line in lines:
@@ -146,11 +145,10 @@ def test_example(ranks, data, tmp_path, schedule):
 
 def test_post_validation_tells_what_it_does(ranks, data, tmp_path):
     """When it begins, once, and how many steps of the interval were early and taken back."""
-    argv = [*example.MODEL, '--num-layers', 4, '--pipeline-model-parallel-size', 2]
-    argv += ['--pipeline-schedule', 'zb-v', '--global-batch-size', 4, '--data-path', data]
-    argv += ['--train-iters', 6, '--log-interval', 2, '--clip-grad', 100]
+    argv = ['--train-iters', 6, '--log-interval', 2, '--clip-grad', 100]
     argv += ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps', 3]
-    found = ranks(2).run(printed, list(map(str, argv)), tmp_path / 'metrics.jsonl')
+    argv = example.words(data, 'zb-v', *argv)
+    found = ranks(2).run(printed, argv, tmp_path / 'metrics.jsonl')
     lines = [line for line in found[-1][0] if ' iteration ' in line and 'grad norm' in line]
     steps = [re.search(r'\| early steps: (\d/\d), taken back: (\d) \|$', line) for line in lines]
     assert [match.groups() for match in steps] == [('0/2', '0'), ('1/2', '0'), ('2/2', '0')]
@@ -163,17 +161,9 @@ def test_post_validation_tells_what_it_does(ranks, data, tmp_path):
 
 def reported(schedule):
     """What Megatron's report says, corrected, and what is said behind it."""
-    import sys
-
-    from nvidia import CHECKOUT
-
     if CHECKOUT and CHECKOUT not in sys.path:
         sys.path.insert(0, CHECKOUT)
-    from types import SimpleNamespace
-
     from megatron.training import theoretical_memory_usage as usage
-
-    import megatron_zbpp
 
     class Sizes(SimpleNamespace):
         """Megatron's arguments, as far as the report reads them."""
@@ -217,10 +207,9 @@ def test_megatrons_memory_report(ranks):
 
 def test_megatrons_ranges():
     """Only where a program asked for them, and not beside torch's."""
-    import torch
     from megatron.core import utils
 
-    from megatron_zbpp.mcore.iteration.executors import profiled
+    from megatron_zbpp.mcore.iteration.batch import profiled
 
     calls = []
     with (

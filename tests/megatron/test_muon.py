@@ -1,15 +1,12 @@
 """Muon and its like, under schedules of ours and steps that are validated later."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import events
 import pytest
-from nvidia import known, needs_training, run, since, source
+from nvidia import EARLY, by, go_on, known, needs_training, run, source
 from supported import WAITS, absent, supports
-from test_launch import DISTRIBUTED, LLAMA, NO_CLIPPING, OVERLAP, PIPELINE, WITHOUT_STATE
-from test_launch_post_validation import EARLY
+from test_launch import DISTRIBUTED, LLAMA, NO_CLIPPING, OVERLAP, PIPELINE
 
 pytestmark = [
     needs_training,
@@ -88,17 +85,9 @@ def test_gathering_into_buffers(ranks, tmp_path):
 def compare(ranks, tmp_path, size, flags, waits=False):
     shared = not {*DISTRIBUTED, 'dist_muon'}.isdisjoint(flags)
     flags = [*MUON, *flags, *NO_CLIPPING]
-    saving, loading = ['--save', tmp_path, '--save-interval', 1], ['--load', tmp_path]
-    if shared:  # Megatron cannot load its state into torch's Adam
-        loading += WITHOUT_STATE
-        run(ranks(size), *flags, *saving, *WITHOUT_STATE, '--exit-interval', 1)
-        stock = run(ranks(size), *flags, *loading)
-    else:
-        loading += ['--ckpt-step', 1]
-        stock = run(ranks(size), *flags, *saving)
-    found = run(ranks(size), *flags, *loading, '--pipeline-schedule', 'zb-v', *EARLY, waits=waits)
-    assert found.losses == since(0 if shared else 1, stock.losses)
-    assert found.parameters == stock.parameters
+    ours = by('zb-v+post-validation')
+    how = {'sharded': shared, 'optimizer': False, 'waits': waits}
+    found, stock = go_on(ranks(size), tmp_path, flags, ours, **how)
     # Adam's part, from 0.20 on, is in shards, which another placement cuts elsewhere
     ends = {'embedding', 'output_layer'} if shared else set()
     assert found.optimizer.keys() == stock.optimizer.keys() > ends

@@ -1,19 +1,17 @@
 """Megatron trains on groups that order and block as NCCL's: its collectives beside our messages.
-
 Every group that Megatron makes is such a one: tensor-parallel collectives are inside passes, those
-of DDP beside the last ones, tied embeddings, norms and parameters behind them.
-"""
+of DDP beside the last ones, tied embeddings, norms and parameters behind them."""
 
-from __future__ import annotations
-
-import json
 from contextlib import contextmanager
 from unittest import mock
 
 import pytest
-from example import MODEL
+import torch
+import torch.distributed as dist
+from example import MODEL, logged
 from example import run as run_stock
 from grids import grid
+from torch.distributed import distributed_c10d
 
 pytestmark = pytest.mark.one_release
 
@@ -38,12 +36,8 @@ SETUPS = {
 @contextmanager
 def emulated(device):
     """Whatever Megatron makes a group of, or computes, is on `device`."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d
-
     from devtools import nccl
-    from megatron_zbpp.mcore.iteration import executors
+    from megatron_zbpp.mcore.iteration import batch
 
     made = []
 
@@ -55,38 +49,40 @@ def emulated(device):
         mock.patch.object(dist, 'new_group', new_group),
         mock.patch.object(distributed_c10d, 'new_group', new_group),
         mock.patch.object(torch.cuda, 'synchronize', device.synchronize),
-        mock.patch.object(executors, 'profiled', device.passing),
+        mock.patch.object(batch, 'profiled', device.passing),
     ):
         yield
     assert nccl.NAME in made
 
 
-def train(argv, metrics, clean_steps, mode):
+def train(argv, clean_steps, mode, *, metrics):
     """Runs on each rank."""
     import injected
 
     from devtools import nccl
 
     with nccl.Device(**mode) as device, emulated(device):
-        return injected.train(argv, metrics, [], clean_steps, '')
+        return injected.train(argv, [], clean_steps, '', metrics=metrics)
 
 
 @grid(setup=tuple(SETUPS), schedule=('zb-h1', 'zb-v'))
-def test_same_bits(ranks, data, tmp_path, setup, schedule):
+def test_same_bits(ranks, data, setup, schedule):
     """As Megatron's own schedule on gloo; and nothing waits for ever."""
     size, flags, clean_steps, mode = SETUPS[setup]
     common = [*COMMON, *flags, '--data-path', data]
     stock = run_stock(ranks(size), *common, '--pipeline-schedule', 'megatron')
     argv = [*MODEL, *common, '--log-interval', 1000, '--pipeline-schedule', schedule]
-    metrics = tmp_path / 'emulated.jsonl'
-    early = ranks(size).run(train, list(map(str, argv)), metrics, clean_steps, mode, timeout=200)
-    assert not clean_steps or any(rank.tried for rank in early)
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    found = ranks(size).run(logged, train, list(map(str, argv)), clean_steps, mode)
+    assert not clean_steps or any(rank.tried for rank, _ in found)
+    require_same(found[-1][1], stock)
+
+
+def require_same(lines, stock):
     assert tuple(line['loss'] for line in lines if 'loss' in line) == stock.losses
     assert lines[-1]['parameters_sha256'] == stock.parameters
 
 
-def plan(argv, metrics, mode):
+def plan(argv, mode, *, metrics):
     """Runs on each rank: `auto`, whose plan is taken for better; what it says."""
     import injected
     from test_auto import told
@@ -94,18 +90,16 @@ def plan(argv, metrics, mode):
     from devtools import nccl
 
     with nccl.Device(**mode) as device, emulated(device), told(None, switching=True) as said:
-        injected.train(argv, metrics, [], 0, '')
+        injected.train(argv, [], 0, '', metrics=metrics)
     return said
 
 
-def test_auto_switches(ranks, data, tmp_path):
+def test_auto_switches(ranks, data):
     """Ranks measure, agree and go over to other channels, and nothing waits for ever."""
     common = [*COMMON, '--train-iters', 16, '--data-path', data]
     stock = run_stock(ranks(2), *common, '--pipeline-schedule', 'megatron')
     argv = [*MODEL, *common, '--log-interval', 1000, '--pipeline-schedule', 'auto']
-    metrics, mode = tmp_path / 'emulated.jsonl', {'in_order': True, 'synchronises': True}
-    said = ranks(2).run(plan, list(map(str, argv)), metrics, mode, timeout=200)
-    assert 'switches' in said[0][0]
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert tuple(line['loss'] for line in lines if 'loss' in line) == stock.losses
-    assert lines[-1]['parameters_sha256'] == stock.parameters
+    mode = {'in_order': True, 'synchronises': True}
+    found = ranks(2).run(logged, plan, list(map(str, argv)), mode)
+    assert 'switches' in found[0][0][0]
+    require_same(found[-1][1], stock)

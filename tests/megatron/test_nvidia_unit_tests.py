@@ -1,7 +1,5 @@
-"""NVIDIA's own unit tests of its schedules pass with ours in Megatron's table.
-
-They need a checkout of Megatron-LM: MEGATRON_LM names it.
-"""
+"""NVIDIA's own unit tests of its schedules pass with ours in Megatron's table. They need a checkout
+of Megatron-LM: MEGATRON_LM names it."""
 
 from __future__ import annotations
 

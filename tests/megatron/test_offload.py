@@ -1,134 +1,103 @@
-"""Activations on the host between F and B: as by Megatron's own schedule, to the bit."""
+"""Activations on the host, on a partner or made again between F and B: to the bit as stock."""
 
-from __future__ import annotations
+from contextlib import ExitStack
+from unittest import mock
 
-import pytest
 from grids import grid
-from models import KINDS, MICROBATCHES, Job, assert_same, check, reference, train
+from models import KINDS, MICROBATCHES, Job, assert_same, reference, train
+from rows import row, trains
 from supported import supports
 
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.guests import measurements, offload_tuner
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.mcore import session
+from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.schedules import FAMILIES, build, find
 from megatron_zbpp.techniques.base import with_copies
-from megatron_zbpp.techniques.offload.place import offloaded, with_offload
-from megatron_zbpp.techniques.recompute.place import with_recomputation
+from megatron_zbpp.techniques.evict import with_eviction
+from megatron_zbpp.techniques.offload import offloaded, with_offload
+from megatron_zbpp.techniques.recompute import with_recomputation
 
-pytestmark = pytest.mark.shared
-
-SCHEDULES = ('zb-v', 'interleaved', 'po', 'v-half')
+EITHER = (False, True)
+ALL = {'offload': 'all'}
+# sequence parallelism, gradients reduced while passes run, experts
 SHAPES = {
     'tp 2': {'tp': 2},
     'overlap': {'dp': 2, 'overlap': True},
     'distributed': {'dp': 2, 'distributed': True},
-    'ep 2': {'dp': 2, 'ep': 2, 'overlap': True, 'distributed': True},
+    'ep 2': {'kind': 'experts', 'dp': 2, 'ep': 2, 'overlap': True, 'distributed': True},
 }
 
 
-@supports('activation offload: GPT', '{schedule}')
-@grid(
-    schedule=SCHEDULES,
-    offload=('all', 'half', '1'),
-    fused=(False, True),
-    recompute=(None, 'full'),
-)
-def test_families(ranks, data, schedule, offload, fused, recompute):
-    """W split from B and not, its products added to `main_grad` or by Megatron."""
-    job = Job(te=False, offload=offload, fused=fused, recompute=recompute)
-    check(ranks, data, schedule, job)
-
-
-@pytest.mark.full
-@supports('activation offload: GPT on {pp} ranks', '{schedule}')
-@pytest.mark.parametrize('pp', [2, 4])
-@pytest.mark.parametrize('schedule', [family.name for family in FAMILIES])
-def test_every_family(ranks, data, schedule, pp):
-    """Those that move activations by themselves as they are; whatever has the time leaves."""
-    planned, amount = build(schedule, pp, MICROBATCHES), None
-    if not find(schedule).moves:
-        planned, amount = offloaded(planned, 'all'), 'all'
-    moves = any(p.kind in 'OE' for _, p in planned)
-    check(ranks, data, schedule, Job(te=False, pp=pp, offload=amount), moves=moves)
-
-
-@supports('plans of order and actions: GPT', 'gis')
-@pytest.mark.parametrize('fused', [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_plan_of_order_and_actions(ranks, data, tmp_path, fused):
+def planned(schedule, job):
     """From a file: some stages' activations leave, some are made again, some stay."""
-    placement = Placement.loop(2, 2)
-    costs = with_copies(Costs.uniform(placement), 0.5)
-    base = build('gis', 2, MICROBATCHES)
+    costs = with_copies(Costs.uniform(Placement.loop(2, 2)), 0.5)
+    base = build(schedule, 2, job.microbatches)
     acting = with_offload(with_recomputation(base, [0], costs), [1], costs)
     assert {p.kind for _, p in acting} >= {'O', 'L', 'R'}
-    file = tmp_path / 'plan.json'
-    file.write_text(acting.to_json())
-    check(ranks, data, 'gis', Job(te=False, fused=fused, file=str(file)), moves=True)
+    return acting
 
 
-@supports('activation offload: GPT on 4 ranks', '{schedule}')
-@grid(schedule=('1f1b', 'zb-h1'))
-def test_four_ranks(ranks, data, schedule):
-    check(ranks, data, schedule, Job(te=False, pp=4, offload='all'))
+def of_family(name, pp):
+    """A row: schedules that move activations by themselves as they are, others with an offload."""
+    made, fields = build(name, pp, MICROBATCHES), {'te': False, 'pp': pp}
+    if not find(name).moves:
+        made, fields = offloaded(made, 'all'), fields | ALL
+    moves = any(p.kind in 'OE' for _, p in made)
+    return row(': GPT on {pp} ranks', name, full=True, moves=moves, **fields)
 
 
-@pytest.mark.te
-@supports('activation offload: {shape}', '{schedule}')
-@grid(shape=tuple(SHAPES), schedule=('zb-v', 'interleaved'), fused=(True, True, False))
-def test_shapes(te_ranks, data, shape, schedule, fused):
-    """Sequence parallelism, gradients reduced while passes run, experts."""
-    kind = 'experts' if shape == 'ep 2' else 'dense'
-    job = Job(kind, offload='all', fused=fused, bf16=True, **SHAPES[shape])
-    check(te_ranks, data, schedule, job)
-
-
-@supports('activation offload: dropout, and an evaluation between', '{schedule}')
-@grid(schedule=('zb-v', 'interleaved'), recompute=(None, 'full'))
-def test_dropout(ranks, data, schedule, recompute):
-    """As by the same schedule without: ranks draw in its order."""
-    job = Job(te=False, offload='all', dropout=0.1, recompute=recompute)
-    check(ranks, data, schedule, job, than=schedule)
-
-
-@pytest.mark.te
-@supports("activation offload: {kind} of Transformer Engine's", '{schedule}')
-@grid(
-    kind=tuple(kind for kind in KINDS if kind != 'lengths'),
-    schedule=('zb-v', 'interleaved', 'po'),
-    fused=(True, True, False, False),
-    bf16=(True, False),
-    recompute=(None, 'selective'),
+test_identical_to_megatron = trains(
+    'activation offload',
+    {'te': False},
+    # W split from B and not, its products added to `main_grad` or by Megatron
+    row(
+        ': GPT',
+        ('zb-v', 'interleaved', 'po', 'v-half'),
+        **{'offload': ('all', 'half', '1'), 'fused': EITHER, 'recompute': (None, 'full')},
+    ),
+    row(': GPT on 4 ranks', ('1f1b', 'zb-h1'), pp=4, **ALL),
+    # as by the same schedule without: ranks draw in its order
+    row(
+        ': dropout, and an evaluation between',
+        ('zb-v', 'interleaved'),
+        **{'dropout': 0.1, 'recompute': (None, 'full'), 'than': 'same'} | ALL,
+    ),
 )
-def test_te_layers(te_ranks, data, kind, schedule, fused, bf16, recompute):
-    job = Job(kind, bf16=bf16, fused=fused, recompute=recompute, offload='all')
-    check(te_ranks, data, schedule, job)
-
-
-@pytest.mark.te
-@pytest.mark.full
-@supports('activation offload: FP8 {fp8}', '{schedule}')
-@grid(fp8=('weights', 'products'), schedule=('zb-v', 'interleaved'), fused=(True, False))
-def test_fp8(te_ranks, data, fp8, schedule, fused):
-    """Weights in FP8, and what is made of them for the backward, stay where they are."""
-    job = Job(bf16=True, fp8=fp8, distributed=True, fused=fused, offload='all')
-    check(te_ranks, data, schedule, job)
+test_every_family = trains(
+    'activation offload', {}, *(of_family(each.name, pp) for each in FAMILIES for pp in (2, 4))
+)
+test_a_plan_of_order_and_actions = trains(
+    'plans of order and actions',
+    {'te': False, 'moves': True, 'plan': planned},
+    row(': GPT', 'gis'),
+    row(': GPT', 'gis', fused=True, full=True),
+)
+test_te_layers = trains(
+    'activation offload',
+    {'bf16': True} | ALL,
+    row(': {shape}', ('zb-v', 'interleaved'), shape=SHAPES, fused=(True, True, False)),
+    row(
+        ": {kind} of Transformer Engine's",
+        ('zb-v', 'interleaved', 'po'),
+        **{'kind': tuple(kind for kind in KINDS if kind != 'lengths'), 'bf16': (True, False)},
+        **{'fused': (True, True, False, False), 'recompute': (None, 'selective')},
+    ),
+    # weights in FP8, and what is made of them for the backward, stay where they are
+    row(
+        ': FP8 {fp8}',
+        ('zb-v', 'interleaved'),
+        **{'fp8': ('weights', 'products'), 'fused': (True, False), 'distributed': True},
+        full=True,
+    ),
+    te=True,
+)
 
 
 def measuring(job, argv, k):
-    """As `train`; also what is said, and how many passes of each iteration have left.
-
-    Args:
-        job: to train.
-        argv: of the example.
-        k: as if that were measured, with passes that all take as long; None: what is measured.
-    """
-    from contextlib import ExitStack
-    from unittest import mock
-
-    from megatron_zbpp.guests import measurements, offload_tuner
-    from megatron_zbpp.ir.costs import Costs
-    from megatron_zbpp.mcore import session
-    from megatron_zbpp.runtime.activations.store import ActivationStore
-
+    """As `train`; also what is said, and how many passes of each iteration have left."""
     said, left, ended = [], [], session.Session.on_iteration_end
 
     def noted(self, iteration):
@@ -170,3 +139,114 @@ def test_as_much_as_is_free(ranks, data, schedule, k, fused):
         assert left[3] >= left[0]
     else:
         assert line.startswith('offload auto: k = ') and 'activations of a full rank' in line
+
+
+def evicting(schedule, job):
+    """A plan whose first rank holds less than the schedule takes."""
+    plain = build(schedule, job.pp, job.microbatches)
+    costs = Costs.uniform(plain.placement)
+    plan = with_eviction(plain, range(8), costs, [0.6 * peak(plain, costs)[0], *(99.0,) * 3])
+    assert any(p.kind == 'E' for _, p in plan)
+    return plan
+
+
+# two ranks hold no more than the bound by themselves; where forwards run again, what goes to the
+# partner is their input, of which the first stage has none (tests/dist/test_partners.py has six
+# ranks, of which the second evicts, too)
+SIZES = {'2': {'pp': 2, 'moves': False}, '4': {}}
+# and with dropout what its forward saves for that
+DROPOUT = {'0.0': {'dropout': 0.0, 'moves': False}, '0.1': {'dropout': 0.1}}
+test_partners = trains(
+    'activations on a partner',
+    {'te': False, 'pp': 4, 'moves': True},
+    row(
+        ': GPT on {p} ranks', 'bpipe', p=SIZES, fused=EITHER, recompute=(None, 'full'), bf16=EITHER
+    ),
+    row(
+        ' with recompute passes: GPT',
+        'bpipe',
+        **{'again': 'all', 'dropout': DROPOUT, 'fused': EITHER},
+    ),
+    row(': a plan that evicts', ('zb-v', 'interleaved'), plan=evicting),
+    row(': dropout, and an evaluation between', 'bpipe', dropout=0.1),
+    row(': optimizer steps that do not wait', 'bpipe+post-validation'),
+    row(': tp 2', 'bpipe', tp=2, bf16=True, full=True),
+)
+# microbatches of any length, on Megatron's own layers; tokens of experts
+OF_PARTNERS = {
+    'lengths': {'kind': 'lengths', 'te': False, 'fused': False},
+    'experts': {'kind': 'experts'},
+}
+test_partners_te = trains(
+    'activations on a partner',
+    {'pp': 4, 'moves': True},
+    row(': {kind}', 'bpipe', kind=OF_PARTNERS, fused=(True, True, False)),
+    te=True,
+)
+
+
+LAYERS = (None, 'full')  # that Megatron itself recomputes within
+# R draws the masks of its F; where stages are Megatron's, they are Megatron's own
+MASKS = {'0.1': {'dropout': 0.1, 'than': 'same'}, 'none': {}}
+PLACES = {'zb-h1': {'schedule': 'zb-h1'}, 'zb-v': {'schedule': 'zb-v', 'than': 'same'}}
+# sequence parallelism; experts, and gradients that are reduced while passes run
+TENSORS_AND_EXPERTS = {
+    'tp 2': {'tp': 2},
+    'ep 2': {'kind': 'experts', 'dp': 2, 'ep': 2, 'overlap': True, 'distributed': True},
+}
+
+
+def leaves(schedule, again, offload, masks, **others):
+    """Half of them run again and one leaves: of one chunk a rank only masks do."""
+    return (schedule, again, offload, masks) != ('1f1b', 'half', '1', 'none')
+
+
+test_recompute_passes = trains(
+    'recompute passes',
+    {'te': False, 'again': 'all'},
+    row(
+        ': GPT',
+        ('gpipe', 'zb-v', 'interleaved'),
+        **{'again': ('all', 'half', '1'), 'fused': EITHER, 'recompute': LAYERS},
+    ),
+    row(': GPT on 4 ranks', ('gpipe', 'zb-v'), pp=4, full=True),
+    row(
+        ': dropout, and an evaluation between',
+        PLACES,
+        **{'dropout': 0.1, 'recompute': (None, *LAYERS)},
+    ),
+    row(': dropout with tensor parallelism', 'zb-h1', tp=2, dropout=0.1, full=True),
+    # what is run ahead is run again; data and random states are those of then
+    row(': optimizer steps that do not wait', 'zb-h1+post-validation', dropout=0.1),
+    # what does not run again is on the host; where all of a rank does, the input is
+    row(
+        ' with offload: GPT',
+        ('po', 'interleaved', '1f1b'),
+        leaves,
+        **{'again': ('1', 'all', 'half'), 'offload': ('all', 'half', '1')},
+        **{'fused': (True, False), 'masks': MASKS},
+    ),
+    row(
+        ' with offload: optimizer steps that do not wait',
+        ('1f1b+post-validation', 'zb-h1+post-validation'),
+        **{'offload': 'all', 'full': True},
+    ),
+)
+test_recompute_passes_te = trains(
+    'recompute passes',
+    {'bf16': True, 'again': 'all'},
+    row(': {shape}', ('zb-v', 'interleaved'), shape=TENSORS_AND_EXPERTS, fused=(True, False)),
+    row(
+        ": {kind} layers of Transformer Engine's",
+        ('zb-v', 'interleaved'),
+        **{'kind': tuple(kind for kind in KINDS if kind != 'lengths'), 'bf16': (True, False)},
+        **{'fused': (True, True, False, False), 'recompute': (None, 'selective'), 'full': True},
+    ),
+    row(
+        " with offload: {kind} layers of Transformer Engine's",
+        ('zb-v', 'interleaved'),
+        **{'kind': ('dense', 'experts', 'MLA'), 'tp': (1, 2), 'full': True},
+        **{'fused': True, 'again': '1', 'offload': 'all'},
+    ),
+    te=True,
+)

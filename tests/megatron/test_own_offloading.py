@@ -1,26 +1,24 @@
 """Megatron's own offloading of activations under our schedules, where it fits: to the bit.
-
-`test_refusals_by_script.py` has where it does not.
-"""
-
-from __future__ import annotations
+`test_refusals_when_built.py` has where it does not."""
 
 from dataclasses import replace
 
 import pytest
+import torch
+from grids import some
 from models import Job, assert_same, reference, train
 from supported import supports
 
+from megatron_zbpp.mcore import compat
 from megatron_zbpp.schedules import build
 
-pytestmark = [pytest.mark.te, pytest.mark.shared]
+pytestmark = pytest.mark.te
 ATTENTION = ('core_attn', 'attn_proj', 'qkv_linear')
 EXPERTS = ('expert_fc1', 'moe_act')
 
 
 def counting(job, argv):
     """As `train`; and how many tensors went to the host and came back."""
-    import torch
     from megatron.core.pipeline_parallel import fine_grained_activation_offload as own
 
     handler, counts = own.ChunkOffloadHandler, {'offload': 0, 'reload': 0}
@@ -46,13 +44,9 @@ def counting(job, argv):
 
 
 def chunk_of_one_layer():
-    """Whether the second module of a layer counts for the next chunk, and whether that is known.
-
-    In the second iteration: what runs back first has one layer, whose modules all stay.
-    """
+    """Whether the second module of a layer counts for the next chunk, and whether that is known. In
+    the second iteration: what runs back first has one layer, whose modules all stay."""
     from megatron.core.pipeline_parallel import fine_grained_activation_offload as own
-
-    from megatron_zbpp.mcore import compat
 
     manager = own.PipelineOffloadManager
     manager.reset_instance()
@@ -101,23 +95,18 @@ def check(ranks, data, schedule, job):
 
 
 @supports("Megatron's own offloading of activations, {kind}", '{schedule}')
-@pytest.mark.parametrize(
-    ('schedule', 'kind', 'fused', 'bf16'),
+@some(
+    'schedule, kind, fused, bf16',
     [
         ('zb-h1', 'dense', True, True),
         ('1f1b', 'grouped experts', False, True),
         ('interleaved', 'dense', False, True),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (
-                ('1f1b', 'dense', True, False),
-                ('zb-h2', 'grouped experts', False, True),
-                ('zb-h1', 'grouped experts', False, False),
-                ('zb-interleaved', 'dense', True, True),
-                ('zeropp', 'dense', False, True),
-            )
-        ),
     ],
+    ('1f1b', 'dense', True, False),
+    ('zb-h2', 'grouped experts', False, True),
+    ('zb-h1', 'grouped experts', False, False),
+    ('zb-interleaved', 'dense', True, True),
+    ('zeropp', 'dense', False, True),
 )
 def test_to_the_bit(te_ranks, data, schedule, kind, fused, bf16):
     """Where backwards come in the order that it takes for granted."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
+from unittest import mock
 
+import pytest
 from commands import run
 from paths import ROOT
 
@@ -64,6 +67,7 @@ def help_of(folder: Path) -> str:
     return run(command, cwd=folder, env={'PYTHONPATH': path}, timeout=200).stdout
 
 
+@pytest.mark.one_release
 def test_flags_come_and_go(tmp_path):
     folder = checkout(tmp_path / 'Megatron-LM')
     apply = [sys.executable, ROOT / 'patches' / 'apply.py', folder]
@@ -77,9 +81,6 @@ def test_flags_come_and_go(tmp_path):
 
 def late() -> tuple[bool, bool]:
     """Parses where the module was imported before: as often as asked, and with our flags."""
-    from types import ModuleType
-    from unittest import mock
-
     import megatron_zbpp.mcore.command_line.arguments  # what it imports is to stay
 
     module, package = ModuleType('megatron.training.arguments'), ModuleType('megatron.training')

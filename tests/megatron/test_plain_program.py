@@ -1,14 +1,16 @@
 """A program on Megatron's schedules alone, neither its models nor its training: as NVIDIA's own
 tests/unit_tests/pipeline_parallel/test_schedules.py, with the same shapes of input."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 
 import pytest
+import torch
+import torch.distributed as dist
 from example import forget_groups
 from supported import supports
+
+import megatron_zbpp
 
 SEQUENCE, MICRO_BATCH, HIDDEN = 512, 8, 256
 MICROBATCHES = 8
@@ -16,7 +18,6 @@ MICROBATCHES = 8
 
 def pipeline(tp, pp, chunks, layers):
     """Chunks of a model that Megatron has no class for, and what its schedules are called with."""
-    import torch
     from megatron.core import ModelParallelConfig, parallel_state
 
     parallel_state.initialize_model_parallel(
@@ -58,8 +59,6 @@ def by_both(schedule, run):
     """What `run` returns by Megatron's function, and by ours."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    import megatron_zbpp
-
     own = run(get_forward_backward_func())
     with megatron_zbpp.enable(schedule):
         ours = run(get_forward_backward_func())
@@ -68,9 +67,6 @@ def by_both(schedule, run):
 
 def evaluated(schedule, tp, pp, chunks, given):
     """Results where the loss function returns numbers, by both."""
-    import torch
-    import torch.distributed as dist
-
     models, arguments = pipeline(tp, pp, chunks, lambda: torch.nn.Linear(4, 1))
     if given:
         arguments |= groups(models[0].config)
@@ -115,7 +111,6 @@ def test_loss_functions_may_return_numbers(ranks, schedule, tp, pp, chunks, give
 
 def trained(schedule, chunks):
     """Losses and gradients of a plain model on each rank, by both."""
-    import torch
 
     def layers():
         return torch.nn.Sequential(torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.Tanh())
@@ -165,11 +160,7 @@ def test_a_plain_model_trains(ranks, schedule, chunks):
 
 def starved():
     """What is raised in an evaluation whose last rank has data for all microbatches but one."""
-    import torch
-    import torch.distributed as dist
     from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    import megatron_zbpp
 
     _, arguments = pipeline(1, 2, 1, lambda: torch.nn.Linear(4, 1))
     arguments['data_iterator'] = [iter(range(MICROBATCHES - dist.get_rank()))]

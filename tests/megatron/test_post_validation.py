@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import gc
-import json
+import random
 
 import pytest
-from example import MODEL
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+import torch
+import torch.distributed as dist
+from example import MODEL, forget_groups, logged, program
+from grids import grid
 from injected import VALUES, Early, Event, train
+from nvidia import by
 from supported import supports
 
+from benchmarks.common.groups import shared_groups
+from benchmarks.pipelines.emulated import Times
+from benchmarks.pipelines.runners import EmulatedModel, ZbppRunner
 from megatron_zbpp.post_validation.speculative_step import KEPT_BYTES
-
-pytestmark = pytest.mark.shared
+from megatron_zbpp.schedules import build
 
 ITERATIONS = 8
 COMMON = ['--num-layers', '4', '--global-batch-size', '8', '--train-iters', ITERATIONS]
@@ -34,38 +38,23 @@ SETUPS = {
     'tensor parallel': (4, 'zb-h1', ['--bf16', '--tensor-model-parallel-size', 2], ''),
     'dropout': (2, 'zb-h1', [], 'dropout'),
 }
-events = st.lists(
-    st.builds(
-        Event,
-        st.integers(1, ITERATIONS),
-        st.integers(0, 1),
-        st.sampled_from(sorted(VALUES)),
-    ),
-    max_size=6,
-)
 
 
 @pytest.fixture(scope='module')
-def compared(ranks, data, tmp_path_factory):
+def compared(ranks, data):
     """Runs both ways; what post-validation did on each rank, once both are the same."""
-    folder = tmp_path_factory.mktemp('metrics')
 
     def run(setup, happening, *more, kept_bytes=KEPT_BYTES):
         size, schedule, flags, variant = SETUPS[setup]
         argv = [*MODEL, *COMMON, '--pipeline-schedule', schedule, '--data-path', data, *flags]
         argv += ['--pipeline-model-parallel-size', 2, '--log-interval', 1000, *more]
-        logged, early = [], []
-        for clean_steps in (0, 1):
-            metrics = folder / f'{clean_steps}.jsonl'
-            metrics.unlink(missing_ok=True)
-            words = list(map(str, argv))
-            given = words, metrics, happening, clean_steps, variant, kept_bytes
-            early.append(ranks(size).run(train, *given))
-            logged.append([json.loads(line) for line in metrics.read_text().splitlines()])
-        for line in [*logged[0], *logged[1]]:
-            line.pop('seconds', None)
-        assert logged[0] == logged[1]
-        return early[1]
+        given = train, list(map(str, argv)), happening
+        later, found = (
+            ranks(size).run(logged, *given, clean_steps, variant, kept_bytes)
+            for clean_steps in (0, 1)
+        )
+        assert found[-1][1] == later[-1][1] != []
+        return [early for early, _ in found]
 
     return run
 
@@ -73,19 +62,20 @@ def compared(ranks, data, tmp_path_factory):
 @supports('steps validated later: {setup}', 'any+post-validation')
 @pytest.mark.parametrize('setup', SETUPS)
 def test_whatever_happens(compared, setup):
-    """Clipping on no, some or all steps; overflow and nonsense on any rank in any step. Of the old
-    state, all is kept, some or nothing."""
+    """Clipping on no, some or all steps; overflow and nonsense on any rank in any step; of the old
+    state, all is kept, some or nothing. Each run draws others."""
+    draw = random.Random()
+    steps = range(1, ITERATIONS + 1)
+    happening = [
+        Event(draw.choice(steps), draw.choice((0, 1)), draw.choice(sorted(VALUES)))
+        for _ in range(draw.randint(1, 6))
+    ]
+    clip_grad, kept_bytes = draw.choice([0, 2.5, 10]), draw.choice([KEPT_BYTES, 200_000, 0])
+    print(happening, clip_grad, kept_bytes)
+    compared(setup, happening, '--clip-grad', clip_grad, kept_bytes=kept_bytes)
 
-    @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-    @given(events, st.sampled_from([0, 2.5, 10]), st.sampled_from([KEPT_BYTES, 200_000, 0]))
-    def both_ways(happening, clip_grad, kept_bytes):
-        compared(setup, happening, '--clip-grad', clip_grad, kept_bytes=kept_bytes)
 
-    both_ways()
-
-
-@pytest.mark.parametrize('kept_bytes', [KEPT_BYTES, 0], ids=['kept', 'nothing kept'])
-@pytest.mark.parametrize('setup', ['fp32', 'bf16 sgd, V', 'experts, V'])
+@grid(setup=('fp32', 'bf16 sgd, V', 'experts, V'), kept_bytes=(KEPT_BYTES, 0))
 def test_prefix_passes_and_whole_fails(compared, setup, kept_bytes):
     """What the last of the chain finds, the first learns from the whole."""
     _, schedule, *_ = SETUPS[setup]
@@ -112,15 +102,7 @@ def test_evaluation_and_saving_between(compared, tmp_path):
 
 def disabled_before_messages_arrive():
     """Forwards run ahead that take long; the next rank disables the plugin meanwhile."""
-    import torch
-    import torch.distributed as dist
-    from example import forget_groups
     from megatron.core import parallel_state, tensor_parallel
-
-    from benchmarks.common.groups import shared_groups
-    from benchmarks.pipelines.emulated import Times
-    from benchmarks.pipelines.runners import EmulatedModel, ZbppRunner
-    from megatron_zbpp.schedules import build
 
     with shared_groups():  # so that what follows takes the connection of the messages
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
@@ -143,3 +125,29 @@ def test_disabling_waits_for_messages(ranks):
     (first, total), (last, _) = ranks(2).run(disabled_before_messages_arrive, timeout=200)
     assert first and not last
     assert total == 2
+
+
+TURN = 4  # iterations
+
+
+def in_turns(argv: list[str]) -> tuple[int, int]:
+    """Runs on each rank: the plugin is taken out and put in again, as where schedules take turns.
+    Returns how many steps were early, and iterations that ran again."""
+    with program(argv) as at:
+        for iteration in range(2 * TURN):
+            if iteration == TURN:
+                at.plugin.disable()
+                at.plugin.install()
+            at.step()
+        return at.plugin.post_validation.early, at.plugin.post_validation.redone
+
+
+def test_no_weights_are_said_to_have_changed_in_the_next_turn(ranks, data):
+    """Weights that a turn has ended with are not those that the next one begins with."""
+    argv = [*MODEL, '--num-layers', 4, '--data-path', data, '--log-interval', 1000]
+    argv += ['--pipeline-model-parallel-size', 2, '--global-batch-size', 4, '--clip-grad', 100]
+    argv += ['--train-iters', 2 * TURN, *by('zb-h1+post-validation')]
+    found = ranks(2).run(in_turns, argv)
+    early, redone = zip(*found, strict=True)
+    assert max(early) > TURN, 'in both turns'
+    assert redone == (0, 0)

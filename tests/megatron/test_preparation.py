@@ -1,28 +1,29 @@
-"""What is done on the host before each iteration: as much for many microbatches as for few."""
-
-from __future__ import annotations
+"""What is done on the host before each iteration, and what is sent for."""
 
 import sys
 from contextlib import ExitStack
+from functools import partial
 from unittest import mock
 
 import pytest
+from example import forget_groups, words
 from models import Job, train
+from nvidia import EARLY
+
+from megatron_zbpp.ir import F
+from megatron_zbpp.runtime.executor import Executor
 
 FEW, MANY = 4, 12  # microbatches
 
 
 def calls(job, argv):
-    """Calls of Python functions in the preparation of each iteration, and what is looked through.
-
-    Returns:
-        The former, how many chunks' modules, and for how many weights aliases were made.
-    """
-    from megatron_zbpp.mcore.iteration import forward_backward
+    """Calls of Python functions in the preparation of each iteration, and what is looked
+    through."""
+    from megatron_zbpp.mcore.iteration import preparation
     from megatron_zbpp.mcore.layers import delayed_module, transformer_engine
 
     counts = []
-    prepare = forward_backward.prepare
+    prepare = preparation.prepare
 
     def counting(*args, **kwargs):
         counts.append(0)
@@ -34,7 +35,7 @@ def calls(job, argv):
 
     with ExitStack() as stack:
         replaced = stack.enter_context
-        replaced(mock.patch.object(forward_backward, 'prepare', counting))
+        replaced(mock.patch.object(preparation, 'prepare', counting))
         looked, made = (
             replaced(mock.patch.object(owner, name, wraps=getattr(owner, name)))
             for owner, name in (
@@ -72,3 +73,80 @@ def test_layers_of_megatron(ranks, data):
     job = Job(te=False)
     (few, *_), (many, *_) = (prepared(ranks, data, job, 'zb-v', m) for m in (FEW, MANY))
     assert many[2:] == few[2:] and len(few) == 4
+
+
+ITERATIONS = 3
+
+
+def train_noting(argv):
+    """The example's training: what was sent for, and which forwards ran, in order. In a list for
+    each iteration and for the evaluation between two of them: chunks as numbers, and 'F' for the
+    first forward of each."""
+    import pretrain_gpt
+
+    iterations, seen = [], []
+
+    def build(args, _original=pretrain_gpt.build_model):
+        models = _original(args)
+        models[0].config.param_sync_func = [partial(sync, chunk) for chunk in range(len(models))]
+        if len(models) == 1:
+            (models[0].config.param_sync_func,) = models[0].config.param_sync_func
+        return models
+
+    def sync(chunk, parameters):
+        assert list(parameters)
+        seen.append(chunk)
+
+    def timed(self, p, _original=Executor._timed):
+        if p.kind == F and p.microbatch == 0:
+            seen.append('F')
+        return _original(self, p)
+
+    def batch(*args, _original=pretrain_gpt.run_batch, **options):
+        seen.append('begins')
+        loss = _original(*args, **options)
+        iterations.append(list(seen))
+        seen.clear()
+        return loss
+
+    with (
+        mock.patch.object(pretrain_gpt, 'build_model', build),
+        mock.patch.object(pretrain_gpt, 'run_batch', batch),
+        mock.patch.object(Executor, '_timed', timed),
+    ):
+        try:
+            pretrain_gpt.train(pretrain_gpt.parse_args(argv))
+        finally:
+            forget_groups()
+    return iterations
+
+
+@pytest.fixture
+def trained(ranks, data):
+    def run(schedule, *more):
+        argv = words(data, schedule, '--train-iters', ITERATIONS, '--log-interval', 100, *more)
+        return ranks(2).run(train_noting, argv)
+
+    return run
+
+
+def test_two_chunks(trained):
+    """As by Megatron's interleaved schedule: both before the first forward, and in training."""
+    for iterations in trained('zb-v', '--eval-interval', 2, '--eval-iters', 1):
+        training, evaluating = ['begins', 0, 1, 'F', 'F'], ['begins', 'F', 'F']
+        assert iterations == [training, training, evaluating, training]
+
+
+def test_one_chunk(trained):
+    """As by Megatron's 1F1B: never."""
+    for iterations in trained('zb-h1'):
+        assert iterations == [['begins', 'F']] * ITERATIONS
+
+
+def test_forwards_that_ran_ahead(trained):
+    """They have waited for their chunk: only the other is sent for."""
+    found = trained('zb-v', *EARLY, '--clip-grad', 1e9)
+    every = [iteration for iterations in found for iteration in iterations]
+    ahead = [iteration for iteration in every if iteration[0] == 'F']
+    assert ahead, 'nothing ran ahead'
+    assert all(iteration == ['F', 'begins', 1, 'F'] for iteration in ahead), ahead

@@ -1,7 +1,5 @@
 """The first iteration in parallel: it changes no bit, and no rank waits for another in it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
@@ -13,12 +11,13 @@ from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
 
-import commands
+import forked
 import models
 import numpy as np
 import pytest
 import torch
-from example import MODEL, forget_groups
+import torch.distributed as dist
+from example import program, words
 from grids import grid
 from megatron.core.tensor_parallel import inference_layers
 from megatron.core.transformer import TransformerConfig
@@ -39,6 +38,8 @@ BIAS = ['--moe-router-enable-expert-bias', '--moe-router-score-function', 'sigmo
 UNTIED = ['--untie-embeddings-and-output-weights']
 ROPE = ['--position-embedding-type', 'rope']
 EARLY = ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps', 0]
+UNWATCHED = ['--pipeline-watchdog-timeout', 0]
+PREPARING = [*UNWATCHED, '--pipeline-prewarm']
 _ASKED_BY_MTP = 'is_inference_column_parallel_linear'  # on main; knows types of TE alone
 PREPARED = 'first iteration prepared in parallel'
 FP8 = f'{PREPARED}: FP8 with delayed scaling'
@@ -114,7 +115,6 @@ def test_scales_of_fp8(te_ranks, beside):
 
 @supports(f'{PREPARED}: layers of Transformer Engine that run twice', 'zb-v')
 @pytest.mark.te
-@pytest.mark.shared
 def test_flags_of_the_first_microbatch(te_ranks, data):
     """In it TE's layers do not add to a gradient: of one that runs twice it is that of one run."""
     job = models.Job(layers=4, change='run twice', te=True, fused=True, bf16=True)
@@ -169,19 +169,15 @@ OFFLOADING = {'fine_grained_activation_offloading': True}
 )
 def test_what_is_left_out(alone, shape, config, why):
     """With what the log says of it."""
-    faces = [] if alone is None else [SimpleNamespace(stays_alone=alone)]
-    executors = SimpleNamespace(faces=faces, messages=[SimpleNamespace(shape=shape)])
+    context = SimpleNamespace(messages=[SimpleNamespace(shape=shape)])
+    executors = SimpleNamespace(faces=[SimpleNamespace(stays_alone=alone)], context=context)
     assert prewarm._obstacle(executors, SimpleNamespace(**config)) == why
 
 
 def first_calls(argv, prewarm, seconds):
     """Trains one iteration on each rank; whether its first forward began beside all others'."""
     import pretrain_gpt
-    import torch.distributed as dist
 
-    import megatron_zbpp
-
-    args = pretrain_gpt.parse_args(argv)
     store, met = dist.distributed_c10d._get_default_store(), []
     name = f'first calls {prewarm}'
 
@@ -200,51 +196,35 @@ def first_calls(argv, prewarm, seconds):
 
         return forward_step
 
-    with megatron_zbpp.enable(args.pipeline_schedule, prewarm=prewarm):
-        pretrain_gpt.initialize(args)
-        models = pretrain_gpt.build_model(args)
-        pretrain_gpt.build_optimizer(args, models)
-        data = pretrain_gpt.iterators(args, pretrain_gpt.build_datasets(args)[0], 0)
-        with mock.patch.object(pretrain_gpt, 'forward_step', meeting(pretrain_gpt.forward_step)):
-            pretrain_gpt.run_batch(args, models, data)
-    forget_groups()
+    step = mock.patch.object(pretrain_gpt, 'forward_step', meeting(pretrain_gpt.forward_step))
+    with program([*argv, *(PREPARING if prewarm else UNWATCHED)]) as at, step:
+        at.batch()
     return met
 
 
 def test_all_ranks_begin_at_once(ranks, data):
     """Each rank's first forward waits there for those of all: only without messages can it end."""
-    argv = [*MODEL, '--num-layers', 8, '--pipeline-model-parallel-size', 4, '--data-path', data]
-    argv = [*map(str, argv), '--pipeline-schedule', 'zb-v', '--global-batch-size', '4']
+    argv = words(data, 'zb-v', p=4, layers=8)
     assert ranks(4).run(first_calls, argv, True, 100) == [[True]] * 4
     assert [False] in ranks(4).run(first_calls, argv, False, 1), 'that nothing is prepared is seen'
 
 
 def failing_first(argv):
     """Trains on each rank with a chunk that fails when it first runs; returns the error."""
-    import pretrain_gpt
-
-    import megatron_zbpp
 
     def forward_step(*given):
         raise ZeroDivisionError('a kernel that is not there')
 
-    args = pretrain_gpt.parse_args(argv)
+    step = mock.patch('pretrain_gpt.forward_step', forward_step)
     try:
-        with megatron_zbpp.enable(args.pipeline_schedule, prewarm=True):
-            pretrain_gpt.initialize(args)
-            models = pretrain_gpt.build_model(args)
-            data = pretrain_gpt.iterators(args, pretrain_gpt.build_datasets(args)[0], 0)
-            with mock.patch.object(pretrain_gpt, 'forward_step', forward_step):
-                pretrain_gpt.run_batch(args, models, data)
+        with program([*argv, *PREPARING]) as at, step:
+            at.batch()
     except RuntimeError as error:
         return str(error)
-    finally:
-        forget_groups()
 
 
 def test_failing_inside(ranks, data):
-    argv = [*MODEL, '--num-layers', 4, '--pipeline-model-parallel-size', 2, '--data-path', data]
-    argv = [*map(str, argv), '--pipeline-schedule', 'zb-v', '--global-batch-size', '4']
+    argv = words(data, 'zb-v')
     for said in ranks(2).run(failing_first, argv):
         assert 'ZeroDivisionError: a kernel that is not there' in said
         assert '--no-pipeline-prewarm' in said
@@ -274,15 +254,14 @@ def launched(script, *argv):
     torchrun = [sys.executable, '-m', 'torch.distributed.run', '--standalone']
     paths = os.pathsep.join(map(str, (ROOT, ROOT / 'examples' / 'gpt')))
     command = [*torchrun, '--nproc-per-node', 2, script, *argv, '--pipeline-prewarm']
-    return commands.run(command, env={'PYTHONPATH': paths}, timeout=200)
+    return forked.run(command, env={'PYTHONPATH': paths}, timeout=200)
 
 
 def test_one_rank_that_fails_inside_ends_all(tmp_path, data):
     """The other has run its chunks and waits for the first message of the iteration."""
     script = tmp_path / 'failing.py'
     script.write_text(FAILING)
-    argv = [*MODEL, '--num-layers', 4, '--pipeline-model-parallel-size', 2, '--data-path', data]
-    argv += ['--pipeline-schedule', 'zb-v', '--global-batch-size', 4, '--train-iters', 2]
+    argv = words(data, 'zb-v', '--train-iters', 2)
     done = launched(script, *argv)
     assert done.returncode
     assert done.stderr.count('ZeroDivisionError: a kernel that is not there. If they work') == 1
@@ -291,14 +270,12 @@ def test_one_rank_that_fails_inside_ends_all(tmp_path, data):
 
 INTERRUPTED = """
 import os
-import signal
 import sys
 import time
 
 import pretrain_gpt
 
 trains, number = pretrain_gpt.forward_step, int(sys.argv.pop(1))
-
 
 def forward_step(*given):
     if os.environ['RANK'] == '1':
@@ -317,8 +294,7 @@ def test_interrupted_inside(tmp_path, data, name):
     """One rank gets a signal: all end; it says what it was in, and how to leave that out."""
     script = tmp_path / 'interrupted.py'
     script.write_text(INTERRUPTED)
-    argv = [*MODEL, '--num-layers', 4, '--pipeline-model-parallel-size', 2, '--data-path', data]
-    argv += ['--pipeline-schedule', 'zb-v', '--global-batch-size', 4, '--train-iters', 2]
+    argv = words(data, 'zb-v', '--train-iters', 2)
     done = launched(script, signal.Signals[name].value, *argv)
     assert done.returncode
     assert 'iteration        1' not in done.stdout
@@ -333,17 +309,13 @@ def test_interrupted_inside(tmp_path, data, name):
 
 
 def interrupted(argv, interrupts):
-    """Trains two iterations on each rank, the first again where an interruption ends it.
-
-    Returns the losses, and what the interruption said and left.
-    """
+    """Trains two iterations on each rank, the first again where an interruption ends it. Returns
+    the losses, and what the interruption said and left."""
     import pretrain_gpt
-    import torch
 
-    import megatron_zbpp
     from megatron_zbpp.mcore.side_effects import random_states, same_states
 
-    args, said, done = pretrain_gpt.parse_args(argv), [], []
+    said, done = [], []
     original, step = WeightGradStore.run, pretrain_gpt.forward_step
 
     def drawing_step(*given):
@@ -360,14 +332,13 @@ def interrupted(argv, interrupts):
             raise KeyboardInterrupt
         return original(*given)
 
-    def batch():
-        data = pretrain_gpt.iterators(args, pretrain_gpt.build_datasets(args)[0], 0)
-        return pretrain_gpt.run_batch(args, models, data)
+    with program([*argv, *PREPARING]) as at:
+        parameters = [p for model in at.models for p in model.parameters()]
+        dataset, _ = pretrain_gpt.build_datasets(at.args)
 
-    with megatron_zbpp.enable(args.pipeline_schedule, prewarm=True) as plugin:
-        pretrain_gpt.initialize(args)
-        models = pretrain_gpt.build_model(args)
-        parameters = [p for model in models for p in model.parameters()]
+        def batch():
+            return at.batch(pretrain_gpt.iterators(at.args, dataset, 0))
+
         with (
             mock.patch.object(WeightGradStore, 'run', weights),
             mock.patch.object(pretrain_gpt, 'forward_step', drawing_step),
@@ -378,32 +349,25 @@ def interrupted(argv, interrupts):
             except KeyboardInterrupt as error:
                 said = [str(error), same_states(before, random_states()), drawn() == others]
                 said += [not any(p.main_grad.any() for p in parameters)]
-                said += [all(p.grad is None for p in parameters), plugin.session.store.pending]
+                said += [all(p.grad is None for p in parameters), at.plugin.session.store.pending]
                 losses = [batch()]
             losses.append(batch())
         gradients = torch.stack([p.main_grad.norm() for p in parameters]).tolist()
-    forget_groups()
     return losses, gradients, said
 
 
 def test_nothing_is_left_of_an_interruption(ranks, data):
     """Ctrl-C in the second W, where a program catches it and trains on."""
-    argv = [*MODEL, '--num-layers', 4, '--pipeline-model-parallel-size', 2, '--data-path', data]
-    argv = [*map(str, argv), '--pipeline-schedule', 'zb-v', '--global-batch-size', '4']
+    argv = words(data, 'zb-v')
     plain, stopped = (ranks(2).run(interrupted, argv, given) for given in (False, True))
     for (*whole, none), (*again, said) in zip(plain, stopped, strict=True):
         assert again == whole and none == []
-        words, *left = said
-        assert words.startswith(prewarm.PASSES) and left == [True, True, True, True, 0]
+        reason, *left = said
+        assert reason.startswith(prewarm.PASSES) and left == [True, True, True, True, 0]
 
 
 class Alive(TorchDispatchMode):
-    """Counts bytes of the storages that operations have made and that are alive.
-
-    Attributes:
-        now: so many.
-        peak: the most since it was set.
-    """
+    """Counts bytes of the storages that operations have made and that are alive."""
 
     def __init__(self):
         super().__init__()
@@ -433,12 +397,7 @@ class Alive(TorchDispatchMode):
 
 def peaks(argv):
     """Bytes that each rank holds at most before the first iteration, and in it."""
-    import pretrain_gpt
-
-    import megatron_zbpp
-
-    args, found = pretrain_gpt.parse_args(argv), []
-    original = prewarm.prewarmed
+    found, original = [], prewarm.prewarmed
 
     def prewarmed(*given):
         data = original(*given)
@@ -446,59 +405,35 @@ def peaks(argv):
         alive.peak = alive.now
         return data
 
-    with megatron_zbpp.enable(args.pipeline_schedule, prewarm=True):
-        pretrain_gpt.initialize(args)
-        models = pretrain_gpt.build_model(args)
-        data = pretrain_gpt.iterators(args, pretrain_gpt.build_datasets(args)[0], 0)
+    with program([*argv, *PREPARING]) as at:
+        data = at.data
         with mock.patch.object(prewarm, 'prewarmed', prewarmed), Alive() as alive:
-            pretrain_gpt.run_batch(args, models, data)
-    forget_groups()
+            at.batch(data)
     return *found, alive.peak
 
 
 @pytest.mark.parametrize('schedule', ['zb-v', 'zb-h1'])
 def test_peak_memory(ranks, data, schedule):
-    """Far below that of the iteration; as much where one microbatch is all there is.
-
-    The copies of random states, which are on the host, are no part of that.
-    """
-    argv = [*MODEL, '--num-layers', 4, '--pipeline-model-parallel-size', 2, '--data-path', data]
-    argv = [*map(str, argv), '--pipeline-schedule', schedule, '--global-batch-size']
+    """Far below that of the iteration; as much where one microbatch is all there is. The copies of
+    random states, which are on the host, are no part of that."""
     states = 2 * torch.get_rng_state().nbytes
-    for before, within in ranks(2).run(peaks, [*argv, '2']):
+    for before, within in ranks(2).run(peaks, words(data, schedule, m=2)):
         assert 100_000 < before < 0.8 * within
-    for before, within in ranks(2).run(peaks, [*argv, '1']):
+    for before, within in ranks(2).run(peaks, words(data, schedule, m=1)):
         assert 0.99 * within < before - states < 1.01 * within
 
 
 def held_gradients(argv):
     """Trains one iteration on each rank on gradients that are there already; forwards that ran."""
-    import pretrain_gpt
-
-    import megatron_zbpp
-
-    args, forwards = pretrain_gpt.parse_args(argv), []
-    original = pretrain_gpt.forward_step
-
-    def forward_step(*given):
-        forwards.append(None)
-        return original(*given)
-
-    with megatron_zbpp.enable(args.pipeline_schedule, prewarm=True):
-        pretrain_gpt.initialize(args)
-        models = pretrain_gpt.build_model(args)
-        for model in models:
-            for parameter in model.parameters():
-                parameter.main_grad.fill_(1)
-        data = pretrain_gpt.iterators(args, pretrain_gpt.build_datasets(args)[0], 0)
-        with mock.patch.object(pretrain_gpt, 'forward_step', forward_step):
-            pretrain_gpt.run_batch(args, models, data)
-        kept = all(p.main_grad.min() > -1 for model in models for p in model.parameters())
-    forget_groups()
-    return len(forwards), kept
+    with program([*argv, *PREPARING]) as at:
+        parameters = [p for model in at.models for p in model.parameters()]
+        for parameter in parameters:
+            parameter.main_grad.fill_(1)
+        with mock.patch.object(at.script, 'forward_step', wraps=at.script.forward_step) as forward:
+            at.batch()
+        return forward.call_count, all(p.main_grad.min() > -1 for p in parameters)
 
 
 def test_gradients_that_are_there_stay(ranks, data):
-    argv = [*MODEL, '--num-layers', 4, '--pipeline-model-parallel-size', 2, '--data-path', data]
-    argv = [*map(str, argv), '--pipeline-schedule', 'zb-v', '--global-batch-size', '4']
+    argv = words(data, 'zb-v')
     assert ranks(2).run(held_gradients, argv) == [(8, True)] * 2

@@ -1,15 +1,14 @@
 """Checkpoints of the format `torch`: kept by rank and chunk, for the placement that saved them."""
 
-from __future__ import annotations
-
 import functools
+import importlib.util
+import shutil
 
 import events
 import pytest
-from nvidia import COMMON, SCRIPT, needs_training, run, since, train
+from nvidia import COMMON, EARLY, SCRIPT, forget, needs_training, require_same, run, train
 from supported import refuses, supports
 from test_launch import DISTRIBUTED, NO_CLIPPING, PIPELINE
-from test_launch_post_validation import EARLY
 
 pytestmark = needs_training
 
@@ -68,8 +67,6 @@ def saved(ranks, tmp_path_factory):
 
 def refusal(argv, event):
     """On each rank: what is said instead of training, and as what."""
-    from nvidia import forget
-
     try:
         train(argv, event)
     except (ValueError, AssertionError) as error:
@@ -121,15 +118,12 @@ def test_megatron_loads_a_loop(ranks, saved, saver, loader):
 def resumes(ranks, saved, saver, loader):
     loading, whole = saved(saver)
     ours = run(ranks(2), *loading, *RUNS[loader], event=event_of(loader))
-    assert ours.losses == since(2, whole.losses) and len(ours.losses) == 2
-    assert ours.parameters == whole.parameters
-    assert ours.optimizer == whole.optimizer
+    require_same(ours, whole, 2)
+    assert len(ours.losses) == 2
 
 
 def convert(argv):
     """On each rank: the script, which ends before it trains."""
-    from nvidia import forget
-
     import megatron_zbpp.launch
 
     try:
@@ -148,8 +142,8 @@ def test_the_cure(ranks, saved, tmp_path):
     assert f'{cure[0]} {cure[1]} {cure[2]} FOLDER' in text
     ranks(2).run(convert, [*COMMON, *map(str, [*loading, *RUNS['zb-v'], *cure])])
     ours = run(ranks(2), *FLAGS, '--load', tmp_path / 'torch_dist', *RUNS['zb-h1'])
-    assert ours.losses == since(2, whole.losses) and len(ours.losses) == 2
-    assert ours.parameters == whole.parameters
+    require_same(ours, whole, 2, optimizer=False)
+    assert len(ours.losses) == 2
 
 
 @refuses(
@@ -176,11 +170,9 @@ def test_the_distributed_optimizers_state_is_refused(ranks, tmp_path):
     [('torch_dist', 'zb-v', 'zb-v'), ('torch', 'zb-h1', STOCK_1F1B)],
 )
 def test_random_states_go_on(ranks, tmp_path, format, schedule, reference):
-    """Saved where forwards of the next iteration have run, too: those of this one.
-
-    On a CPU Megatron's loaders draw from the generator of dropout when they start: two runs that
-    go on are compared.
-    """
+    """Saved where forwards of the next iteration have run, too: those of this one. On a CPU
+    Megatron's loaders draw from the generator of dropout when they start: two runs that go on are
+    compared."""
     flags = [*FLAGS, '--ckpt-format', format, '--hidden-dropout', 0.1, '--train-iters', 6]
     with_states = functools.partial(run, ranks(2), without=('--no-save-rng', '--no-load-rng'))
     found = []
@@ -200,3 +192,27 @@ def test_random_states_of_another_placement(ranks, tmp_path):
     with_states = functools.partial(run, ranks(2), without=('--no-save-rng', '--no-load-rng'))
     with_states(*flags, '--save', tmp_path, '--save-interval', 2, '--exit-interval', 2)
     assert len(with_states(*flags, '--load', tmp_path, *RUNS['zb-v']).losses) == 2
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec('nvidia_resiliency_ext') is None,
+    reason='local checkpoints need nvidia-resiliency-ext: 0.5 or later, of glibc 2.39 (elsewhere '
+    'its wheel unpacked on PYTHONPATH)',
+)
+@supports("NVIDIA's loop: local checkpoints", 'zb-v')
+@refuses('local checkpoint, of another placement', 'it is kept by rank and chunk', 'zb-h1')
+def test_local_checkpoints_are_for_the_placement_that_saved(ranks, tmp_path):
+    flags = [
+        *FLAGS,
+        *('--non-persistent-ckpt-type', 'local', '--non-persistent-save-interval', 3),
+        *('--non-persistent-local-ckpt-dir', tmp_path / 'local'),
+        *('--save', tmp_path / 'global', '--load', tmp_path / 'global', '--save-interval', 100),
+    ]
+    whole = run(ranks(2), *flags, *RUNS['zb-v'])
+    shutil.rmtree(tmp_path / 'global')  # which has the end of training
+    kind, text = refused(ranks(2), *flags, *RUNS['zb-h1'])
+    assert kind is ValueError
+    assert text.startswith(f'{tmp_path / "local"} cannot be loaded: a local checkpoint is kept by')
+    assert 'rank 0 holds layers 2 | 3 by zb-v, but E 1-2 by zb-h1' in text
+    assert 'load a checkpoint that is not local' in text
+    require_same(run(ranks(2), *flags, *RUNS['zb-v']), whole, 3, optimizer=False)

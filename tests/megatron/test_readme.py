@@ -11,19 +11,21 @@ import shutil
 import sys
 from pathlib import Path
 
+import commands
 import pages
 import pytest
 import walks
-from commands import run
+from forked import run
 from nvidia import COMMON, SCRIPT, needs_training
 from paths import ROOT
+from test_first_hour import BY_README, WALKS
 
 pytestmark = pytest.mark.one_release
 
 COMMANDS = pages.commands()
 # command: the file that runs it
 ELSEWHERE = {
-    './scripts/quickstart.sh': 'tests/megatron/test_quickstart.py',
+    './scripts/quickstart.sh': 'tests/megatron/test_first_hour.py',
     './scripts/test.sh': '.ci/run',
     './scripts/test.sh tests/megatron/test_soak.py --full -s': '.ci/run',
     './scripts/gpu_check.sh': 'tests/project/test_gpu_check.py',
@@ -36,11 +38,11 @@ ELSEWHERE = {
     'python scripts/benchmark_gpt.py --single-gpu --models 1.5b,6.2b --predict-ranks 8,16 '
     '--iterations 5': 'tests/project/test_gpu_check.py',
     'python scripts/benchmark_asynchronous.py --png docs/pictures/asynchronous.png': (
-        'tests/megatron/test_benchmark_asynchronous.py'
+        'tests/megatron/test_benchmark.py'
     ),
     'python scripts/compare_with_paper.py': 'tests/project/test_paper_page.py',
     'python scripts/benchmark_copies.py --ms 100 --rounds 2 --realtime': (
-        'tests/dist/test_copies_beside_passes.py'
+        'tests/dist/test_activations_leave.py'
     ),
     'python scripts/benchmark_partition.py --head 3.1 --realtime': (
         'tests/megatron/test_benchmark_partition.py'
@@ -69,10 +71,10 @@ ELSEWHERE = {
     'python scripts/benchmark_splitting.py --te [FOLDER] --rounds 101 --layers 8 --hidden-size 64 '
     '--seq-length 8': 'tests/megatron/test_benchmark.py',
 }
-WALK = {  # by tests/megatron/test_unbalanced_page.py, with those between
+WALK = {  # by tests/megatron/test_first_hour.py, with those between
     c.line for c in COMMANDS if c.page.stem == 'unbalanced' and 'megatron_zbpp.launch' in c.line
 }
-REFERENCE = {  # by tests/megatron/test_asynchronous_reference.py
+REFERENCE = {  # by tests/megatron/test_asynchronous.py
     c.line for c in COMMANDS if c.page.stem == 'asynchronous' and c.line.startswith('torchrun')
 }
 ROLLBACK = {  # by tests/megatron/test_first_hour.py, one after the other
@@ -88,10 +90,18 @@ BENCHMARKS = [
     if c.line.startswith('python scripts/benchmark') and c.line not in ELSEWHERE
 ]
 APART = {*ELSEWHERE, *LAUNCH, *BENCH, *RUN_THERE, *REFERENCE, *INSTALL, *BENCHMARKS}
+WALKED = {  # by tests/megatron/test_first_hour.py, which looks at what each prints
+    (page, line)
+    for name, rows in WALKS.items()
+    for page in [pages.README if name == 'README' else ROOT / 'docs' / f'{name}.md']
+    for line, (_, wanted) in zip(pages.lines(page), rows, strict=True)
+    if wanted != BY_README
+}
 TOGETHER = {  # of each page, in one folder, as they use each other's files
     page: lines
     for page in pages.PAGES
     if (lines := [c.line for c in COMMANDS if c.page == page and c.line not in APART])
+    and (lines := [line for line in lines if (page, line) not in WALKED])
 }
 
 
@@ -109,17 +119,31 @@ def test_every_command_is_run():
 @needs_training
 @pytest.mark.parametrize('command', LAUNCH)
 def test_launch_command(command):
-    """On two ranks of the CPU, with a script and arguments where the page has dots."""
+    """On two ranks of the CPU, with a script and arguments where the page has dots. README's and
+    getting started's is the same line, and runs in fresh interpreters; what it says is read, too:
+    at the start, in each log line, and at the end."""
+    plain = command in pages.lines(pages.README)
+    assert plain == (command in pages.lines(ROOT / 'docs' / 'getting-started.md'))
     command = command.replace('/path/to/Megatron-LM/pretrain_gpt.py', f'--cpu {SCRIPT}')
     for there, here in (('--nproc-per-node 8', '--nproc-per-node 2'), ('-size 8', '-size 2')):
         assert there in command
         command = command.replace(there, here)
-    filling = [*COMMON, '--train-iters', '2', '--global-batch-size', '4']
+    filling = [*COMMON, '--train-iters', '3', '--global-batch-size', '4']
     _, *arguments = shlex.split(command.replace('...', shlex.join(filling)))
-    launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone']
-    done = run([*launch, *arguments], cwd=ROOT, timeout=150)
+    launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', *arguments]
+    done = (commands.run if plain else run)(launch, cwd=ROOT, timeout=200)
     assert done.returncode == 0, done.stderr
-    assert re.search(r'iteration +2/ +2 \|.*lm loss: [\d.E+-]+ \|', done.stdout)
+    assert re.search(r'iteration +3/ +3 \|.*lm loss: [\d.E+-]+ \|', done.stdout)
+    if not plain:
+        return
+    said = done.stdout + done.stderr
+    start = re.findall(r'^megatron_zbpp: (?!training ends)(.*)', said, re.M)
+    assert len(start) >= 5 and ': zb-v on 2 ranks x 2 chunks, 4 microbatches' in start[0], start
+    assert any(each.startswith('losses from scratch are stock') for each in start), start
+    log = r'iteration +\d/ +3 \|.* \| idle GPU time: \d+\.\d% \| pipeline bubble: \d+\.\d% \| live '
+    assert len(re.findall(log, said)) == 3
+    end = r'megatron_zbpp: training ends: .* of \d iterations; simulated .* time than 1f1b'
+    assert len(re.findall(end, said)) == 1
 
 
 @needs_training
@@ -133,16 +157,9 @@ def test_bench_command(command, tmp_path):
     filling = [*COMMON, '--train-iters', '2', '--global-batch-size', '4']
     before, _, line = at.replace('...', shlex.join(filling)).partition(' -- torchrun ')
     zbpp, name = before.split()
-    torchrun = [sys.executable, '-m', 'torch.distributed.run']
-    words = [
-        Path(sys.executable).with_name(zbpp),
-        name,
-        *small,
-        '--',
-        *torchrun,
-        *shlex.split(line),
-    ]
-    done = run(words, cwd=tmp_path, timeout=250)
+    done = run(
+        [zbpp, name, *small, '--', 'torchrun', *shlex.split(line)], cwd=tmp_path, timeout=250
+    )
     assert done.returncode == 0, done.stderr
     assert 'Transformer Engine' not in done.stderr, 'which Megatron notes when it is imported'
     stock, ours = json.loads(done.stdout)['schedules']
@@ -194,7 +211,6 @@ def test_zbpp_commands(page, tmp_path, data):
         assert sum(isinstance(node, ast.stmt) for node in ast.walk(tree)) == 25
 
 
-@pytest.mark.shared
 @pytest.mark.parametrize(
     'code', sorted({b.text for b in pages.blocks() if b.language == 'python' and not b.title})
 )
@@ -220,13 +236,15 @@ def checkout(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize('command', [c for c in INSTALL if '--no-deps' in c])
 def test_install_zbpp_command(command, checkout, tmp_path):
-    """In a copy of the checkout; it then draws, on its own."""
+    """In a copy of the checkout; it then draws, on its own, in an interpreter of its own."""
     _, *arguments = shlex.split(command)
     pip = [sys.executable, '-m', 'pip', '--disable-pip-version-check']
     options = ['--no-build-isolation', '--target', tmp_path]
-    done = run([*pip, *arguments, *options], timeout=200, cwd=checkout)
+    done = commands.run([*pip, *arguments, *options], timeout=200, cwd=checkout)
     assert done.returncode == 0, done.stderr
     code = 'from megatron_zbpp import cli; print(cli.__file__); cli.main(["list"])'
-    said = run([sys.executable, '-c', code], cwd=tmp_path, env={'PYTHONPATH': str(tmp_path)})
+    said = commands.run(
+        [sys.executable, '-c', code], cwd=tmp_path, env={'PYTHONPATH': str(tmp_path)}
+    )
     assert said.returncode == 0, said.stderr
     assert said.stdout.startswith(str(tmp_path)) and 'zb-v' in said.stdout

@@ -1,12 +1,9 @@
 """Each rule holds by name before anything starts, and its cures cure: a row is its own test."""
 
-from __future__ import annotations
-
-import os
 import re
+from dataclasses import replace
 from enum import Enum
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 from paths import ROOT
@@ -24,22 +21,46 @@ from refused_settings import (
 from supported import refuses
 
 from megatron_zbpp.emulation import te
-from megatron_zbpp.mcore.job.rules import REFUSED, by_flags
-from megatron_zbpp.mcore.job.rules_table import CONDITIONS, GROUPED_VARIABLE, RULES, settings
+from megatron_zbpp.mcore.job.rules import CONDITIONS, REFUSED, RULES, settings
+from megatron_zbpp.mcore.settings import BY_FLAG
 
 pytestmark = pytest.mark.each_release
 
-# rules of which the page of support has a line for each setting
-SHOWN = ('W passes', 'W passes or graphs that are not `local`', 'several chunks a rank')
-SHOWN += ('', 'all but `dualpipe-v`', 'chunks that run back in another order')
+
+# lines of the page of support for the settings of rules, by the rules' conditions; and schedules
+OF_SHARDS = '`--pipeline-vocab-parallel`, `{name}`', 'any'
+SHOWN = {
+    **dict.fromkeys(('W passes', 'W passes or graphs that are not `local`'), ('`{name}`', 'any')),
+    **dict.fromkeys(
+        ('several chunks a rank', '', 'schedules without overlapped pairs'), ('`{name}`', 'any')
+    ),
+    'chunks that run back in another order': ('`{name}`', 'any'),
+    'W passes, `moe_grouped_gemm`, Transformer Engine decides': ('`{name}=1`', 'any'),
+    'the output layer on all ranks': OF_SHARDS,
+    'the output layer on all ranks, `cross_entropy_loss_fusion`': OF_SHARDS,
+    'the output layer on all ranks, the embedding on one': OF_SHARDS,
+    'recompute passes': ('`--pipeline-recompute`, `{name}`', 'any'),
+    'seeds of dropout': ('`--pipeline-dropout-seeds`, `{name}`', 'any'),
+    'tied embeddings': ('`{name}`, tied embeddings', 'any'),
+    'several chunks a rank, masks in batches, more than two ranks': (
+        '`{name}`, more than two ranks',
+        'zb-v interleaved',
+    ),
+}
+OF_RELEASES = {
+    'stages in no loop, until 0.16': ('`MambaModel`', 'zb-v'),
+    'more than two stages, until 0.18': ('`{name}`, more than two stages', 'zb-v'),
+}
 ROWS = [(rule, name) for rule in RULES for name in rule.settings]
 IDS = [f'{rule.effect}-{rule.when.text}-{name}' for rule, name in ROWS]
 
 
-def shown(rule, name):
+def shown(rule, name, lines=SHOWN):
     """The row, and what the page of support says of it; nothing of what a GPU can."""
-    claimed = rule.effect == REFUSED and rule.when.text in SHOWN and isinstance(rule.reason, str)
-    marks = [refuses(f'`{name}`', by_flags(rule.reason))] if claimed else []
+    claimed = rule.effect == REFUSED and rule.when.text in lines and isinstance(rule.reason, str)
+    feature, schedules = lines.get(rule.when.text, ('', ''))
+    reason = BY_FLAG.fill(rule.reason) if claimed else ''
+    marks = [refuses(feature.format(name=name), reason, schedules)] if claimed else []
     return pytest.param(rule, name, marks=marks)
 
 
@@ -50,9 +71,9 @@ def test_each_is_named(rule, name):
     found = case.said(rule)
     assert bool(found) == in_this_release(rule)
     for each in found:
-        reason = each.reason if callable(rule.reason) else by_flags(rule.reason)
+        reason = each.reason if callable(rule.reason) else BY_FLAG.fill(rule.reason)
         assert str(each).startswith(f'{name}={case.values[name]}: {reason}')
-        assert reason and each.cure == by_flags(rule.cure) and each.cure in str(each)
+        assert reason and each.cure == BY_FLAG.fill(rule.cure) and each.cure in str(each)
     done = cured(case, rule)
     assert bool(done) == bool(rule.cure)
     for each in done:
@@ -88,14 +109,14 @@ def test_all_settings_are_listed():
 
 
 def test_one_place_asks():
-    """Flags, doctor, Bridge and the first call give it their settings alone."""
-    askers = {'rules_table.REFUSALS': set(), 'preflight.refused(': set()}
+    """Flags, doctor and Bridge by their facts, and the first call, give it settings alone."""
+    askers = {'rules.REFUSALS': set(), 'refused(sources, ': set()}
     for file in (ROOT / 'megatron_zbpp').rglob('*.py'):
         for asked, found in askers.items():
             if asked in file.read_text():
                 found.add(file.stem)
-    assert askers['rules_table.REFUSALS'] == {'preflight'}
-    assert askers['preflight.refused('] == {'plan_layout', 'dry_run', 'bridge', 'preparation'}
+    assert askers['rules.REFUSALS'] == {'resolve'}
+    assert askers['refused(sources, '] == {'resolve', 'preparation'}
 
 
 class Backend(Enum):
@@ -113,10 +134,7 @@ def test_values_of_an_enum_are_their_names():
 
 def test_the_first_source_that_has_a_setting_answers():
     """The model's config, the DDP's, then the arguments of NVIDIA's loop."""
-    from dataclasses import replace
-
-    from megatron_zbpp.mcore.job.rules import check
-    from megatron_zbpp.mcore.job.rules_table import REFUSALS
+    from megatron_zbpp.mcore.job.rules import REFUSALS, check
 
     off, on = SimpleNamespace(use_megatron_fsdp=False), SimpleNamespace(use_megatron_fsdp=True)
     for sources, wanted in (((off, on), []), ((object(), None, on), ['use_megatron_fsdp'])):
@@ -145,11 +163,6 @@ def test_emulated_transformer_engine_can_more(monkeypatch, tmp_path):
     assert found == ['transformer_impl', 'attention_backend']
 
 
-def test_attention_of_a_spec_may_split_the_sequence():
-    own = SimpleNamespace(context_parallel_size=2, spec=['specs', 'context'])
-    assert not list(refused(own, on_cpu=True))
-
-
 @pytest.mark.parametrize(
     ('shards', 'sizes', 'which'),
     [
@@ -171,25 +184,20 @@ def test_weights_sharded_further(shards, sizes, which):
     assert not list(refused(args, splits=False))
 
 
-@refuses(f'`{GROUPED_VARIABLE}=1`', "W passes cannot keep Transformer Engine's Grouped")
-def test_grouped_tensors_by_the_environment():
-    """Of experts, until 0.19: Megatron's main branch tells Transformer Engine itself."""
-    experts = SimpleNamespace(moe_grouped_gemm=True)
-    for value, wanted in (('1', True), ('0', False), ('', False)):
-        with mock.patch.dict(os.environ, {GROUPED_VARIABLE: value}):
-            found = [str(each) for each in refused(experts)]
-            assert [GROUPED_VARIABLE in each for each in found] == [True] * wanted
-            assert not list(refused(experts, splits=False))
-            assert not list(refused(SimpleNamespace(moe_grouped_gemm=False)))
-            told = SimpleNamespace(moe_grouped_gemm=True, moe_use_grouped_tensor=False)
-            assert not list(refused(told))
-
-
-def test_without_w_passes_more_may_be():
-    experts = {'overlap_dispatch_backward_with_experts_wgrad': True}
-    args = SimpleNamespace(tp_comm_overlap=True, cuda_graph_impl='local', **experts)
-    found = [str(each) for each in refused(args)]
-    assert len(found) == 3 and all('1f1b' in each for each in found)
-    assert not list(refused(args, splits=False))
+def test_a_graph_of_a_whole_iteration():
+    """No W passes are asked for; and all that is refused is told."""
     args = SimpleNamespace(cuda_graph_impl='local', cuda_graph_scope=['full_iteration'])
     assert list(refused(args, splits=False))
+    args = SimpleNamespace(cuda_graph_impl='local', tp_comm_overlap=True)
+    assert len(list(refused(args))) == 2 and not list(refused(args, splits=False))
+
+
+@pytest.mark.parametrize(
+    ('rule', 'name'),
+    [shown(*row, OF_RELEASES) for row in ROWS if row[0].when.text in OF_RELEASES],
+)
+def test_of_some_releases(rule, name):
+    """The page of support has a line of those alone."""
+    if not in_this_release(rule):
+        pytest.skip('later releases of Megatron can')
+    assert case_of(rule, name).said(rule)

@@ -1,13 +1,12 @@
 """Training from scratch: wherever a layer is, it begins with the weights of stock Megatron."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from contextlib import contextmanager
 
 import events
 import pytest
+from grids import some
 from nvidia import needs_training, run
 from supported import supports
 from test_launch import LLAMA, MOE
@@ -37,16 +36,10 @@ CASES = {
     'another number of layers on the first rank': (2, [*P2, *FIRST]),
     'embedding counts as a layer': (2, [*P2, *ACCOUNT]),
 }
-IN_CI = [*CASES][:3]
 
 
 def require_same_start(ranks, flags, schedule='zb-v', segments=None):
-    """Printed losses and norms, and all weights behind two steps, are those of stock Megatron.
-
-    Args:
-        flags: of both.
-        segments: the last of them for us, where we divide a pattern otherwise.
-    """
+    """Printed losses and norms, and all weights behind two steps, are those of stock Megatron."""
     stock = run(ranks, *FLAGS, *flags, event=events.aliased_sends)
     flags = flags if segments is None else [*flags[:-1], segments]
     ours = run(ranks, *FLAGS, *flags, '--pipeline-schedule', schedule)
@@ -61,9 +54,7 @@ def printed(norms):
 
 
 @supports('training from scratch, the same start: {case}', 'zb-v')
-@pytest.mark.parametrize(
-    'case', [pytest.param(c, marks=() if c in IN_CI else pytest.mark.full) for c in CASES]
-)
+@some('case', [*CASES][:3], *CASES)
 def test_from_scratch(ranks, case):
     size, flags = CASES[case]
     require_same_start(ranks(size), flags)

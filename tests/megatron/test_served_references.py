@@ -1,7 +1,5 @@
 """References that are served: trained once, they find a small error of ours as before."""
 
-from __future__ import annotations
-
 from collections import Counter
 from unittest import mock
 

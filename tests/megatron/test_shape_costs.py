@@ -1,15 +1,21 @@
 """What a model's shape says of its stages, beside what they take: Megatron's models on this CPU."""
 
-from __future__ import annotations
-
+import time
 from statistics import median
+from unittest import mock
 
 import pytest
+import torch
+from example import forget_groups
+from grids import some
 
 from benchmarks.partition.cases import worst
+from benchmarks.pipelines.runners import ZbppRunner
+from benchmarks.training.model import Gpt
 from megatron_zbpp import Layers
 from megatron_zbpp.cli import main
 from megatron_zbpp.ir.layout import layers_per_stage
+from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.schedules import build
 
 pytestmark = pytest.mark.one_release
@@ -28,20 +34,9 @@ MODELS = {
 
 
 def measured(p, model, layers, hidden, words):
-    """Seconds of F, B and W of this rank's stage, of one microbatch: medians.
-
-    Seconds of this thread on a processor: what other programs take does not count.
-    """
-    import time
-    from unittest import mock
-
-    import torch
-    from example import forget_groups
+    """Seconds of F, B and W of this rank's stage, of one microbatch: medians. Seconds of this
+    thread on a processor: what other programs take does not count."""
     from megatron.core import parallel_state, tensor_parallel
-
-    from benchmarks.pipelines.runners import ZbppRunner
-    from benchmarks.training.model import Gpt
-    from megatron_zbpp.runtime.clock import HostClock
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -87,21 +82,17 @@ def off(times, known):
     return worst(times, [each / rate for each in known])
 
 
-@pytest.mark.parametrize(
-    ('model', 'p', 'layers', 'hidden', 'words'),
-    [
-        ('gpt', 2, 4, 512, 8000),
-        pytest.param('gpt', 4, 8, 512, 16000, marks=pytest.mark.full),
-        pytest.param('llama', 2, 4, 512, 8000, marks=pytest.mark.full),
-        pytest.param('moe', 2, 4, 512, 8000, marks=pytest.mark.full),
-    ],
+@some(
+    'model, p, layers, hidden, words',
+    [('gpt', 2, 4, 512, 8000)],
+    *[('gpt', 4, 8, 512, 16000), ('llama', 2, 4, 512, 8000), ('moe', 2, 4, 512, 8000)],
 )
 def test_within_a_tenth(ranks, tmp_path, model, p, layers, hidden, words):
     """Of each stage, at one rate for all; measured again where the machine was disturbed."""
     known = by_shape(tmp_path, p, model, layers, hidden, words)
     headless = by_shape(tmp_path, p, model, layers, hidden, 64)
     found = []
-    for _ in range(4):
+    for _ in range(12):
         times = ranks(p).run(measured, p, model, layers, hidden, words)
         found.append(off(times, known))
         if found[-1] <= OFF:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
+import torch
+
+from megatron_zbpp.mcore.side_effects import SideEffects, isolated
 
 SEED = 5
 
 
 def generator_class():
     """CUDA's generators, several of which may hold one state: that the CPU's cannot."""
-    import torch
 
     class Generator(torch.Generator):
         state: torch.Generator
@@ -47,13 +49,8 @@ def generator_class():
 
 def drawn(tracker):
     """What is drawn ahead, drawn again, and drawn once they are shown; and the same undisturbed.
-
-    Also, for each state that generators share, whether it is the same one as before.
-    """
-    import torch
+    Also, for each state that generators share, whether it is the same one as before."""
     from megatron.core.tensor_parallel import random
-
-    from megatron_zbpp.mcore.side_effects import SideEffects
 
     graph_safe = tracker != 'tensors'
     default = torch.default_generator
@@ -119,12 +116,10 @@ def test_transformer_engines_tracker(te_ranks):
     check(te_ranks(2).run(drawn, 'te'), True)
 
 
-def predicted():
-    """What is shown of losses of multi-token prediction: of forwards ahead, and of their own."""
-    import torch
+@pytest.mark.on_ranks(2)
+def test_losses_of_multi_token_prediction():
+    """Those of forwards ahead are not shown, but with their own."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
-    from megatron_zbpp.mcore.side_effects import SideEffects
 
     tracker = MTPLossLoggingHelper.tracker
 
@@ -143,20 +138,15 @@ def predicted():
         tracker['avg_group'] = None
         effects.commit()
         forward(4.0)
-        return ahead, tracker['values'].item(), tracker['avg_group']
+        assert ahead == 1 and tracker['values'].item() == 6 and tracker['avg_group'] == 'group'
     finally:
         tracker.clear()
 
 
-def test_losses_of_multi_token_prediction(ranks):
-    assert ranks(2).run(predicted) == [(1.0, 6.0, 'group')] * 2
-
-
-def left_between():
-    """A buffer and a program's own random numbers: between forwards ahead and their iteration."""
-    import torch
-
-    from megatron_zbpp.mcore.side_effects import SideEffects
+@pytest.mark.on_ranks(2)
+def test_a_program_finds_what_was_there():
+    """A buffer, and random numbers: those that a program draws matter where forwards ahead have
+    drawn some, and only there."""
 
     class Counter(torch.nn.Module):
         def __init__(self):
@@ -179,20 +169,14 @@ def left_between():
     with effects.capture():
         torch.rand(1)
     torch.rand(1)
-    return between, drawn, again, effects.drawn_since(), module.count.item(), module.same.item()
+    assert between == (0, False) and not drawn and not again and effects.drawn_since()
+    assert module.count.item() == module.same.item() == 2
 
 
-def test_a_program_finds_what_was_there(ranks):
-    """Random numbers that it draws matter where forwards ahead have drawn some, and only there."""
-    assert ranks(2).run(left_between) == [((0.0, False), False, False, True, 2.0, 2.0)] * 2
-
-
-def isolated_steps():
-    """What steps draw of a tracked state, and what is drawn of it after them."""
-    import torch
+@pytest.mark.on_ranks(1)
+def test_an_isolated_step_leaves_nothing():
+    """What it draws of a tracked state is drawn again after it; also where it seeds all anew."""
     from megatron.core.tensor_parallel import random
-
-    from megatron_zbpp.mcore.side_effects import isolated
 
     def seed(value):
         random.initialize_rng_tracker(force_reset=True)
@@ -213,10 +197,5 @@ def isolated_steps():
             seed(SEED)
             found.append((isolated(step), draw()))
     random.initialize_rng_tracker(force_reset=True)
-    return found
-
-
-def test_an_isolated_step_leaves_nothing(ranks):
-    """Also where it seeds all states anew."""
-    (((_, left), (one, left_by_one), (other, left_by_other)),) = ranks(1).run(isolated_steps)
+    ((_, left), (one, left_by_one), (other, left_by_other)) = found
     assert left == left_by_one == left_by_other == one != other

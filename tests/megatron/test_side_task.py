@@ -1,17 +1,21 @@
 """A side task runs while ranks wait: it uses the gaps, and iterations take as long as without."""
 
-from __future__ import annotations
-
 import time
 from contextlib import contextmanager
+from copy import copy
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from nvidia import needs_training, run
+from example import forget_groups
+from nvidia import EARLY, needs_training, run
 from test_frozen import adapted
 
+import megatron_zbpp
+from benchmarks.pipelines.emulated import Times, sleep_until
+from benchmarks.pipelines.runners import EmulatedModel, ZbppRunner
+from megatron_zbpp.mcore import enabled
 from megatron_zbpp.schedules import build
 
 pytestmark = pytest.mark.one_release
@@ -24,65 +28,10 @@ TURN = 5  # iterations that are timed together, where they overlap
 MEASURED = 15  # of those, after which times are known
 
 
-def trained(name):
-    """Seconds of iterations without and with the task, which take turns; of its steps in one."""
-    from example import forget_groups
+def trained(name, early):
+    """Seconds of iterations without and with the task, which take turns; of its steps in one
+    iteration, and how many optimizer steps were early."""
     from megatron.core import parallel_state
-
-    from benchmarks.pipelines.emulated import Times, sleep_until
-    from benchmarks.pipelines.runners import EmulatedModel, ZbppRunner
-
-    def step():
-        sleep_until(time.perf_counter() + STEP)
-
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=P)
-    try:
-        runner = ZbppRunner(build(name, P, M), name, EmulatedModel(Times(*TIMES)), optimizer=True)
-        with runner.ready():
-            work = runner.plugin.side_task(step, STEP)
-            for _ in range(5):
-                runner.iterate()
-            assert work.steps == 0
-            taken = [], []
-            for at in range(2 * ROUNDS):
-                work.finished = at % 2 == 0
-                dist.barrier()
-                start = time.perf_counter()
-                runner.iterate()
-                taken[at % 2].append(time.perf_counter() - start)
-        return *taken, work.seconds / ROUNDS
-    finally:
-        forget_groups()
-
-
-@pytest.mark.full
-def test_side_task(ranks):
-    """At most 1 % slower, and 80 % of the time that is idle is used.
-
-    The least of many iterations, each as long as its last rank takes, is what is left of them
-    where other programs take the machine's time.
-    """
-    waits = P * (P - 1) * sum(TIMES)
-    without, with_task, used = [], [], []
-    for _ in range(6):
-        *taken, seconds = zip(*ranks(P).run(trained, '1f1b'), strict=True)
-        for found, of_ranks in zip((without, with_task), taken, strict=True):
-            found += map(max, zip(*of_ranks, strict=True))
-        used.append(sum(seconds) / waits)
-        if min(with_task) <= 1.01 * min(without) and max(used) >= 0.8:
-            return
-    raise AssertionError((without, with_task, used))
-
-
-def trained_early(name):
-    """Seconds of five iterations whose steps do not wait, without and with the task, which take
-    turns; of its steps in one iteration, and how many optimizer steps were early.
-    """
-    from example import forget_groups
-    from megatron.core import parallel_state
-
-    from benchmarks.pipelines.emulated import Times, sleep_until
-    from benchmarks.pipelines.runners import EmulatedModel, ZbppRunner
 
     def step():
         sleep_until(time.perf_counter() + STEP)
@@ -90,49 +39,51 @@ def trained_early(name):
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=P)
     try:
         model = EmulatedModel(Times(*TIMES))
-        runner = ZbppRunner(build(name, P, M), name, model, optimizer=True, early=True)
+        runner = ZbppRunner(build(name, P, M), name, model, optimizer=True, early=early)
         with runner.ready():
             work = runner.plugin.side_task(step, STEP)
-            for _ in range(MEASURED):
+            for _ in range(MEASURED if early else 5):
                 runner.iterate()
-            taken = [], []
+            assert early or work.steps == 0
+            taken, seconds = ([], []), []
             for at in range(2 * ROUNDS):
                 work.finished = at % 2 == 0
-                before = work.seconds
                 dist.barrier()
                 start = time.perf_counter()
-                for _ in range(TURN):
+                for _ in range(TURN if early else 1):
                     runner.iterate()
                 taken[at % 2].append(time.perf_counter() - start)
-            return *taken, (work.seconds - before) / TURN, runner.plugin.post_validation.early
+                seconds.append(work.seconds)
+            used = (seconds[-1] - seconds[-2]) / TURN if early else seconds[-1] / ROUNDS
+            return *taken, used, runner.plugin.post_validation.early if early else 0
     finally:
         forget_groups()
 
 
 @pytest.mark.full
-def test_side_task_with_post_validation(ranks):
-    """At most 1 % slower. Ranks wait in their steps, too, where no side task runs."""
-    waits = 0.0
+@pytest.mark.parametrize('early', [False, True], ids=['waiting', 'post-validation'])
+def test_side_task(ranks, early):
+    """At most 1 % slower, and 80 % of the time that is idle is used; with post-validation ranks
+    wait in their steps, too, where no side task runs. The least of many iterations, each as long as
+    its last rank takes, is what is left of them where other programs take the machine's time."""
+    waits = P * (P - 1) * sum(TIMES)
     without, with_task, used = [], [], []
     for _ in range(6):
-        *taken, seconds, early = zip(*ranks(P).run(trained_early, '1f1b'), strict=True)
-        assert all(early[:-1])  # the last one soon knows everything, and waits for it
+        *taken, seconds, stepped = zip(*ranks(P).run(trained, '1f1b', early), strict=True)
+        assert not early or all(stepped[:-1])  # the last one soon knows everything: it waits
         for found, of_ranks in zip((without, with_task), taken, strict=True):
             found += map(max, zip(*of_ranks, strict=True))
-        waits = P * (min(without) / TURN - M * sum(TIMES))
+        if early:
+            waits = P * (min(without) / TURN - M * sum(TIMES))
         used.append(sum(seconds) / waits)
-        if min(with_task) <= 1.01 * min(without) and max(used) >= 0.35:
+        if min(with_task) <= 1.01 * min(without) and max(used) >= (0.35 if early else 0.8):
             return
     raise AssertionError((without, with_task, used, waits))
 
 
 def disagreeing():
     """What a rank says where only the first one has a side task."""
-    from example import forget_groups
     from megatron.core import parallel_state
-
-    from benchmarks.pipelines.emulated import Times
-    from benchmarks.pipelines.runners import EmulatedModel, ZbppRunner
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     try:
@@ -156,25 +107,31 @@ def test_ranks_that_disagree(ranks):
 
 
 @contextmanager
-def beside(training):
-    """NVIDIA's loop with a task that draws random numbers: how many steps, early and side ones."""
-    from megatron_zbpp.mcore import enabled
-
-    original = training.setup_model_and_optimizer
-    found, works = [], []
+def once_set_up(training, prepare):
+    """NVIDIA's loop, which calls `prepare()` behind its set-up; a list of what that returned."""
+    original, told = training.setup_model_and_optimizer, []
 
     def setup_model_and_optimizer(*args, **kwargs):
         made = original(*args, **kwargs)
-        works.append(enabled.plugin.side_task(lambda: torch.rand(8), 1e-5, margin=1e-5))
+        told.append(prepare())
         return made
 
-    training.setup_model_and_optimizer = setup_model_and_optimizer
-    try:
+    with mock.patch.object(training, 'setup_model_and_optimizer', setup_model_and_optimizer):
+        yield told
+
+
+@contextmanager
+def beside(training):
+    """NVIDIA's loop with a task that draws random numbers: how many steps, early and side ones."""
+
+    def prepare():
+        return enabled.plugin.side_task(lambda: torch.rand(8), 1e-5, margin=1e-5)
+
+    found = []
+    with once_set_up(training, prepare) as works:
         yield found
         early = enabled.plugin.post_validation
         found += [works[0].steps, 0 if early is None else early.early]
-    finally:
-        training.setup_model_and_optimizer = original
 
 
 @needs_training
@@ -184,9 +141,7 @@ def test_a_whole_training(ranks, early):
     flags = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 6, '--clip-grad', 1e9]
     flags += ['--train-iters', 18, '--hidden-dropout', 0.1, '--pipeline-schedule', 'zb-h1']
     flags += ['--untie-embeddings-and-output-weights']
-    if early:
-        flags += ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps']
-        flags += [1, '--log-interval', 6]
+    flags += [*EARLY, '--log-interval', 6] if early else []
     without = run(ranks(2), *flags)
     found = run(ranks(2), *flags, event=beside)
     assert found.losses == without.losses and found.parameters == without.parameters
@@ -197,8 +152,6 @@ def test_a_whole_training(ranks, early):
 
 def small(args):
     """A GPT of Megatron's of two layers, whole on this rank."""
-    from copy import copy
-
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.training.arguments import core_transformer_config_from_args
@@ -223,24 +176,8 @@ def layers_of(args):
 
 
 @contextmanager
-def once_set_up(training, prepare):
-    """NVIDIA's loop, which calls `prepare()` behind its set-up; a list of what that returned."""
-    original, told = training.setup_model_and_optimizer, []
-
-    def setup_model_and_optimizer(*args, **kwargs):
-        made = original(*args, **kwargs)
-        told.append(prepare())
-        return made
-
-    with mock.patch.object(training, 'setup_model_and_optimizer', setup_model_and_optimizer):
-        yield told
-
-
-@contextmanager
 def teaching(training):
     """NVIDIA's loop with a teacher's forwards beside it."""
-    import megatron_zbpp
-    from megatron_zbpp.mcore import enabled
 
     def prepare():
         teacher, layers = layers_of(training.get_args())
@@ -273,11 +210,7 @@ def test_a_teacher_beside_a_training(ranks):
 
 
 class Adapters:
-    """Two adapters of one frozen GPT, each with weights and an optimizer of its own (mLoRA).
-
-    Attributes:
-        losses: in hex, of the adapters in turn.
-    """
+    """Two adapters of one frozen GPT, each with weights and an optimizer of its own (mLoRA)."""
 
     def __init__(self, args):
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -314,7 +247,6 @@ class Adapters:
 @contextmanager
 def tuning(training):
     """NVIDIA's loop with adapters that train beside it; then the same adapters alone."""
-    from megatron_zbpp.mcore import enabled
     from megatron_zbpp.mcore.side_effects import isolated
 
     def prepare():
@@ -335,8 +267,7 @@ def tuning(training):
 @pytest.mark.parametrize('schedule', ['zb-h1', 'zb-v'])
 def test_adapters_that_train_beside_a_training(ranks, schedule):
     """Both train as they do alone, and the training is to the bit what it is without; both draw
-    random masks, from the states that Megatron tracks.
-    """
+    random masks, from the states that Megatron tracks."""
     flags = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 8, '--train-iters', 20]
     flags += ['--pipeline-schedule', schedule, '--untie-embeddings-and-output-weights']
     flags += ['--hidden-dropout', 0.1, '--attention-dropout', 0.1]

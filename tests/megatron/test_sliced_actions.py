@@ -1,7 +1,5 @@
 """Slices of sequences that run again, or are elsewhere between F and B: to the bit as without."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -16,7 +14,7 @@ from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner.actions import plan_within
 from megatron_zbpp.techniques.base import with_copies
-from megatron_zbpp.techniques.evict.place import with_eviction
+from megatron_zbpp.techniques.evict import with_eviction
 from megatron_zbpp.techniques.slices.balance import Attention, in_parts
 from megatron_zbpp.techniques.slices.graph import Slicing, sized
 from megatron_zbpp.techniques.slices.place import in_slices

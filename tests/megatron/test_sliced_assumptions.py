@@ -1,7 +1,5 @@
 """Assumptions of slices of sequences: what holds trains as whole sequences, the rest is refused."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,8 +8,14 @@ from unittest import mock
 import pytest
 import torch
 from models import Job, train
+from outcome import error_of
 from ranks import RankError
 from test_sliced_models import close, in_turn
+
+import megatron_zbpp
+from megatron_zbpp.mcore import compat
+from megatron_zbpp.mcore.techniques import sliced
+from megatron_zbpp.mcore.techniques.sliced_layers import require
 
 JOB = Job(iterations=2, microbatches=2, te=False, pp=1)
 EXPERTS = Job(kind='experts', iterations=2, microbatches=2, te=False, pp=1)
@@ -192,20 +196,10 @@ def test_as_whole_sequences(ranks, argv):
     assert len({whole.norms[0] for _, whole in found.values()}) == len(GOOD)
 
 
-def message(function, *args):
-    """What is said to be refused; None: it runs."""
-    try:
-        function(*args)
-    except NotImplementedError as error:
-        return str(error)
-
-
 def refused(argv):
     """Runs on one rank: by name, what is said at the first call."""
-    return {
-        name: message(steps, in_turn, forward_step, JOB, argv)
-        for name, (forward_step, _) in REFUSED.items()
-    }
+    given = {name: forward_step for name, (forward_step, _) in REFUSED.items()}
+    return {name: error_of(steps, in_turn, step, JOB, argv) for name, step in given.items()}
 
 
 def test_refused_at_the_first_call(ranks, argv):
@@ -223,9 +217,6 @@ def layers(argv):
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.moe.router import TopKRouter
     from models import _repeat
-
-    from megatron_zbpp.mcore.techniques import sliced
-    from megatron_zbpp.mcore.techniques.sliced_layers import require
 
     class OwnRouter(TopKRouter):
         pass
@@ -281,7 +272,7 @@ def layers(argv):
             return model
 
         with mock.patch.object(script, 'GPTModel', build):
-            return message(in_turn, job, argv)
+            return error_of(in_turn, job, argv)
 
     found = {
         'Conv1d': said(JOB, mixing(torch.nn.Conv1d(1, 1, 1))),
@@ -289,8 +280,8 @@ def layers(argv):
         'attn_mask_type=no_mask': said(JOB, seeing_all),
         'tensor of shape (4, 2) for 4 tokens': said(JOB, of_class(GPTModel, Transposed)),
         'a DotProductAttention gets 16 tokens where slices have 4': said(JOB, replaced),
-        'inputs of a Linear cannot be cut': message(require, torch.nn.Linear(1, 1)),
-        'collect_non_loss_data: ': message(
+        'inputs of a Linear cannot be cut': error_of(require, torch.nn.Linear(1, 1)),
+        'collect_non_loss_data: ': error_of(
             sliced.require, SimpleNamespace(collect_non_loss_data=True)
         ),
         'OwnAttention': said(JOB, of_class(DotProductAttention, OwnAttention)),
@@ -328,7 +319,7 @@ def own_attention(argv):
         return model
 
     with mock.patch.object(script, 'GPTModel', build):
-        return message(in_two, PIPELINE, argv)
+        return error_of(in_two, PIPELINE, argv)
 
 
 PIPELINE = Job(iterations=2, microbatches=2, te=False)
@@ -342,8 +333,6 @@ def pipeline(data):
 
 def in_two(job, argv, **shards):
     """`train` in two slices."""
-    import megatron_zbpp
-
     enable = functools.partial(megatron_zbpp.enable, slices=2, **shards)
     with mock.patch.object(megatron_zbpp, 'enable', enable):
         return train(job, argv)
@@ -372,8 +361,6 @@ def test_in_a_pipeline(ranks, pipeline, shards, words):
 def routed(argv):
     """Runs on one rank: by kind, what is left of slices and of whole sequences, and the logs."""
     import pretrain_gpt as script
-
-    from megatron_zbpp.mcore import compat
 
     run_batch, found = script.run_batch, {}
 

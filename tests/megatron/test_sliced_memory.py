@@ -1,27 +1,32 @@
-"""Bytes that slices of sequences hold on each rank at its peak, keys and values of others too."""
-
-from __future__ import annotations
+"""Bytes that slices of sequences, and shards of the output layer, hold on each rank at its peak."""
 
 import weakref
 from contextlib import ExitStack
 from unittest import mock
 
 import pytest
+import torch
 from example import forget_groups
 from grids import grid
 from models import Job, replacements
-from test_activations import Bytes, SamplingClock
+from supported import TOLERANCE, supports
+from test_activations import Bytes, weighing
+from test_sliced_models import UNTIED
 
+import megatron_zbpp
 from megatron_zbpp.analysis.memory import live
-from megatron_zbpp.ir import F, Pass, W
+from megatron_zbpp.ir import BW, F, Pass, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import KV, KV_GRADIENT, R
 from megatron_zbpp.mcore.lowered import for_megatron
-from megatron_zbpp.techniques.offload.place import offloaded
-from megatron_zbpp.techniques.recompute.place import recomputed
+from megatron_zbpp.techniques.offload import offloaded
+from megatron_zbpp.techniques.recompute import recomputed
 from megatron_zbpp.techniques.slices.place import in_slices
+from megatron_zbpp.techniques.vocabulary.graph import HIDDEN as STATES
+from megatron_zbpp.techniques.vocabulary.graph import S, T
 
 pytestmark = pytest.mark.one_release
+
 
 MICROBATCHES, SLICES, LENGTH, HIDDEN, HEADS, LAYERS = 4, 4, 64, 64, 4, 4
 
@@ -50,10 +55,7 @@ class BytesOfSlices(Bytes):
 def iteration(job, argv, schedule):
     """One iteration on each rank: bytes before and after each pass; by stage, why bytes stay."""
     import pretrain_gpt as script
-    import torch
 
-    import megatron_zbpp
-    from megatron_zbpp.mcore.iteration import executors
     from megatron_zbpp.mcore.techniques import sliced
     from megatron_zbpp.mcore.techniques.sliced_layers import Kept
 
@@ -75,9 +77,7 @@ def iteration(job, argv, schedule):
         data = script.iterators(args, script.build_datasets(args)[0], 0)
         parameters = [p for model in models for p in model.parameters()]
         held = BytesOfSlices(plugin.session.store, parameters, attending)
-        clock = mock.patch.object(executors, 'clock_for', lambda *_, **__: SamplingClock(held))
-        hooks = torch.autograd.graph.saved_tensors_hooks(held.pack, lambda holder: holder.tensor)
-        with clock, hooks, mock.patch.object(sliced, 'Kept', kept):
+        with weighing(held), mock.patch.object(sliced, 'Kept', kept):
             script.run_batch(args, models, data)
         record = plugin.latest.record
         assert held.count() == (0, 0), 'something outlived the iteration'
@@ -103,9 +103,7 @@ def of_all_tokens(made):
 
 def amounts(found, made):
     """Costs: bytes by stage and slice. Of the first microbatch, what F, or R, adds, W gives back.
-
-    Keys and values, and their gradients, are of the whole sequence, and wait for no slice.
-    """
+    Keys and values, and their gradients, are of the whole sequence, and wait for no slice."""
     rows, stages = float(of_all_tokens(made)), range(made.num_stages)
 
     def added(*kinds):
@@ -132,9 +130,7 @@ def amounts(found, made):
 @grid(schedule=('zb-v', '1f1b'), again=(False, True), recompute=(None, 'selective'))
 def test_live_bytes(ranks, data, schedule, again, recompute):
     """After each pass within 2 % of what the simulator says, also where slices run again.
-
-    Megatron's own attention saves more of later slices; where it is recomputed, as much of each.
-    """
+    Megatron's own attention saves more of later slices; where it is recomputed, as much of each."""
     made = in_slices(schedule, 2, MICROBATCHES, SLICES)
     made = for_megatron(recomputed(made, 'all') if again else made)
     results = trained(ranks, data, made, recompute)
@@ -154,3 +150,110 @@ def test_keys_and_values_stay(ranks, data):
         seen = 1 + max(p.slice for p in made.passes[rank] if p.kind == 'O')
         assert stay[rank]['needed by other slices'] == of_all_tokens(made) * seen / SLICES
         assert stay[rank].get('held by others', 0) < of_all_tokens(made) / 8
+
+
+RANKS, BATCHES, WORDS, TOKENS, WIDTH = 4, 8, 32768, 16, 32
+FLOAT = 4
+
+
+class BytesOfShards(Bytes):
+    """Bytes that autograd, the store of weight gradients, and shards between S and T hold."""
+
+    def __init__(self, store, parameters, shards, parts):
+        super().__init__(store, parameters)
+        self._shards, self._parts = shards, parts
+
+    def count(self):
+        both, graph = super().count()
+        kept = [each for shard in self._shards for each in shard._kept.values()]
+        tensors = [tensor for made, weights in kept for tensor in (*made, weights)]
+        return both + self._sum([*tensors, *self._parts]), graph
+
+
+def iteration_of_shards(argv, shared):
+    """One iteration on each rank: its schedule, and bytes before and after each pass."""
+    import pretrain_gpt as script
+
+    from megatron_zbpp.mcore.techniques import split_vocabulary as vocabulary
+
+    shards, parts = weakref.WeakSet(), weakref.WeakSet()
+
+    class Known(vocabulary.Shards):
+        def __init__(self, *of_rank):
+            super().__init__(*of_rank)
+            shards.add(self)
+
+    def noted(self, *given, original=vocabulary.OutputShard._logits, **named):
+        made, part = original(self, *given, **named)
+        parts.update(part)
+        return made, part
+
+    with ExitStack() as stack:
+        stack.callback(forget_groups)
+        stack.enter_context(mock.patch.object(script, 'VOCABULARY', WORDS))
+        stack.enter_context(mock.patch.object(vocabulary, 'Shards', Known))
+        stack.enter_context(mock.patch.object(vocabulary.OutputShard, '_logits', noted))
+        args = script.parse_args(argv)
+        layer = {'vocab_parallel': 'output'} if shared else {}
+        plugin = stack.enter_context(megatron_zbpp.enable(args.pipeline_schedule, **layer))
+        script.initialize(args)
+        stack.enter_context(mock.patch.object(script, 'draw_weights', lambda *_: None))
+        models = script.build_model(args)
+        script.build_optimizer(args, models)
+        data = script.iterators(args, script.build_datasets(args)[0], 0)
+        parameters = [p for model in models for p in model.parameters()]
+        held = BytesOfShards(plugin.session.store, parameters, shards, parts)
+        with weighing(held):
+            script.run_batch(args, models, data)
+        record = plugin.latest.record
+        schedule = plugin.session.programs.schedule(RANKS, BATCHES)
+        marks = [(start[0], end[0]) for start, end in record.marks]
+        return schedule, dict(zip(record.passes, marks, strict=True))
+
+
+def planned(schedule, results):
+    """Bytes by rank after each pass, as the simulator says. Of the layers as the first microbatch
+    tells, of S by the shapes of what it makes."""
+    found = {p: held for _, passes in results for p, held in passes.items()}
+    stages = range(schedule.num_stages)
+
+    def added(kind):
+        passes = [Pass(kind, stage, 0) for stage in stages]
+        return [found[p][1] - found[p][0] if p in found else 0 for p in passes]
+
+    activation = added(F)
+    waiting = activation if any(p.kind == BW for p in found) else [-each for each in added(W)]
+    of_shard = {
+        'logits': TOKENS * WORDS // RANKS * FLOAT,
+        STATES: TOKENS * (WIDTH + FLOAT) * FLOAT,  # and of each row target and gradient
+        'gradient_part': TOKENS * 2 * WIDTH * FLOAT,
+    }
+    sites = [0] * len(stages) + [1] * RANKS
+    own = {name: [each * size for each in sites] for name, size in of_shard.items()}
+    amounts = {'activation': activation, 'retained': waiting, **own}
+    times = [1.0] * len(stages)
+    costs = Costs.of(times, times, times, amounts=amounts, times={S: sites, T: sites})
+    return live(schedule, costs)
+
+
+@supports('the output layer on all ranks: memory of each rank as planned', '{schedule}', TOLERANCE)
+@pytest.mark.parametrize(('schedule', 'shards'), [('1f1b', 2), ('zb-v', 3)])
+def test_memory(ranks, data, schedule, shards):
+    """Within 2 % after each pass; so much less than with the whole layer holds the loss rank.
+    Logits are most of what it holds. Of each microbatch a rank has a shard of four, and those of so
+    many at once between S and T as `shards`."""
+    job = Job(te=False, pp=RANKS, microbatches=BATCHES)
+    argv = [*map(str, [*job.argv(schedule, False, data), *UNTIED])]
+    most = []
+    for shared in (True, False):
+        results = ranks(RANKS).run(iteration_of_shards, argv, shared)
+        made, _ = results[0]
+        by_rank = planned(made, results)
+        for order, expected, (_, passes) in zip(made.passes, by_rank, results, strict=True):
+            assert tuple(passes) == order
+            counted = [after for _, after in passes.values()]
+            assert expected == pytest.approx(counted, rel=0, abs=0.02 * max(counted))
+        most += [(max(expected), max(counted))]  # of the last rank, which has the loss
+    shares = [part / whole for part, whole in zip(*most, strict=True)]
+    assert shares[0] == pytest.approx(shares[1], rel=0.02)
+    assert shards / RANKS < shares[1] < shards / RANKS + 0.15

@@ -1,9 +1,10 @@
-"""Slices of sequences in Megatron's models: to the bit as on one rank, close to whole sequences."""
-
-from __future__ import annotations
+"""Slices of sequences in Megatron's models: as on one rank, close to whole sequences."""
 
 import functools
+import logging
 import math
+import re
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -13,12 +14,14 @@ import pytest
 import torch
 from grids import grid
 from models import Job, assert_same, reference, train
-from nvidia import needs_training, run, since
+from nvidia import by, needs_training, run, since
 from supported import TOLERANCE, supports
 from test_launch import NO_CLIPPING, PIPELINE
-from test_launch_post_validation import EARLY
 
+import megatron_zbpp
 from megatron_zbpp.ir import B, F, Pass
+from megatron_zbpp.runtime.weight_grads import WeightGradStore
+from megatron_zbpp.techniques.slices.graph import cuts_of
 from megatron_zbpp.techniques.slices.place import in_slices
 
 SLICES = 4
@@ -45,12 +48,9 @@ def _one_by_one(running):
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.utils import unwrap_model
 
-    from megatron_zbpp.mcore.iteration.arguments import Arguments
-    from megatron_zbpp.mcore.iteration.stages import Call, ModelStage
+    from megatron_zbpp.mcore.iteration.stages import Arguments, Call, ModelStage
     from megatron_zbpp.mcore.techniques import sliced_layers as slices
     from megatron_zbpp.mcore.techniques.sliced import SliceWrapper
-    from megatron_zbpp.runtime.weight_grads import WeightGradStore
-    from megatron_zbpp.techniques.slices.sizes import cuts_of
 
     def forward_backward(**given):
         arguments = Arguments(**given)
@@ -120,7 +120,6 @@ def close(trained, reference, relative, gradients=True):
             assert off <= relative * mean.abs().max(), (key, off)
 
 
-@pytest.mark.shared
 @pytest.mark.parametrize('job', JOBS.values(), ids=JOBS)
 def test_close_to_whole_sequences(ranks, data, tmp_path, job):
     stock = reference(ranks, data, job)
@@ -144,7 +143,6 @@ def whole(ranks, data):
     return functools.cache(lambda name: reference(ranks, data, MODELS[name]))
 
 
-@pytest.mark.shared
 @pytest.mark.parametrize('name', MODELS)
 def test_slices_one_by_one(ranks, data, whole, name):
     """On one rank: what the pipeline adds to that is compared to the bit below."""
@@ -186,7 +184,6 @@ def test_transformer_engines_layers(te_ranks, data, tmp_path, job):
     close(by_slices(te_ranks, data, tmp_path, job), stock, 1e-6)
 
 
-@pytest.mark.shared
 @grid(
     when=lambda kind, schedule, p: p == 2 or schedule in ('1f1b', 'zb-h1'),  # of 4 layers
     kind=('dense', 'SwiGLU', 'experts', 'dense'),
@@ -239,9 +236,8 @@ def first(ranks, stock):
 def test_nvidias_loop(ranks, stock, first, schedule, slices):
     """From a checkpoint of Megatron's own 1F1B; uneven slices, too, and all to the same bits."""
     whole, flags = stock
-    name, _, early = schedule.partition('+')
-    words = ['--pipeline-schedule', name, '--pipeline-slices', slices, *(EARLY if early else [])]
-    found, other = run(ranks(2), *flags, *words), first(slices)
+    found = run(ranks(2), *flags, *by(schedule), '--pipeline-slices', slices)
+    other = first(slices)
     assert found.losses == other.losses and found.parameters == other.parameters
     for iteration, (loss, *rest) in since(1, whole.losses).items():
         own, *others = found.losses[iteration]
@@ -283,3 +279,66 @@ def scales():
 
 def test_auxiliary_losses_weigh_what_their_slice_has(ranks):
     assert ranks(1).run(scales) == [[None, None, 2.0, 8.0, 8.0, 8.0]]
+
+
+LONG = ['--seq-length', '1024']
+
+
+@contextmanager
+def told(_=None):
+    """What the plugin logs of slices within the block."""
+    said = []
+    listening = logging.Handler()
+    listening.addFilter(lambda record: record.getMessage().startswith('slices '))
+    listening.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger('megatron_zbpp')
+    logger.addHandler(listening)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(listening)
+
+
+def sizes_in(line):
+    """The sizes that a line says."""
+    return re.search(r'--pipeline-slices ([\d,]+), which', line)[1]
+
+
+def sliced(slices, job, argv):
+    """Runs on a rank: trains by `megatron_zbpp.enable(slices=)`; also returns what it said."""
+    import pretrain_gpt as script
+
+    enable = partial(megatron_zbpp.enable, slices=slices)
+    with told() as said, mock.patch.object(script.megatron_zbpp, 'enable', enable):
+        return train(job, argv), said
+
+
+@supports('slices of sequences that are found: {slices}', '{schedule}')
+@grid(slices=('auto:200', 'balanced:3'), schedule=('zb-v', '1f1b'))
+def test_at_the_first_call(ranks, data, slices, schedule):
+    """Said once, by one rank; given as they are said, they leave the same bits."""
+    job = Job(te=False, iterations=2, microbatches=2)
+    argv = [*job.argv(schedule, False, data), *LONG]
+    found = ranks(2).run(sliced, slices, job, argv)
+    lines = [line for _, own in found for line in own]
+    assert len(lines) == 1 and lines[0].startswith(f'slices {slices}: as --pipeline-slices ')
+    sizes = sizes_in(lines[0])
+    pinned = ranks(2).run(sliced, sizes, job, argv)
+    assert not any(own for _, own in pinned)
+    left = ([trained for trained, _ in each] for each in (found, pinned))
+    assert_same(*left, job.iterations)
+    tokens = list(map(int, sizes.split(',')))
+    assert len(tokens) == {'auto:200': 4, 'balanced:3': 3}[slices]
+    assert tokens[0] > tokens[-1] and sum(tokens) == 1024
+
+
+@pytest.mark.full
+@supports("NVIDIA's loop: slices of sequences that are found", 'zb-v')
+@needs_training
+def test_found_in_nvidias_loop(ranks):
+    flags = [*PIPELINE, *NO_CLIPPING, '--train-iters', 2, '--global-batch-size', 2]
+    flags += [*LONG, '--max-position-embeddings', 1024, '--pipeline-schedule', 'zb-v']
+    found = run(ranks(2), *flags, '--pipeline-slices', 'balanced:3', event=told)
+    (line,) = (line for lines in found.reported for line in lines)
+    pinned = run(ranks(2), *flags, '--pipeline-slices', sizes_in(line))
+    assert found.losses == pinned.losses and found.parameters == pinned.parameters

@@ -1,7 +1,7 @@
 """What the files for SLURM launch is what torchrun and Megatron's own parser understand."""
 
-from __future__ import annotations
-
+import contextlib
+import io
 import os
 import sys
 from unittest import mock
@@ -9,6 +9,9 @@ from unittest import mock
 import pytest
 from nvidia import CHECKOUT, needs_training
 from slurm import EXPERTS, FILES, launch, nodes
+
+from megatron_zbpp.emulation import cpu
+from megatron_zbpp.mcore import enabled
 
 pytestmark = pytest.mark.one_release
 
@@ -28,13 +31,8 @@ def parsed(argv, world):
     """Megatron's arguments as a GPU would get them, or what its parser says, and the layout."""
     if CHECKOUT and CHECKOUT not in sys.path:
         sys.path.insert(0, CHECKOUT)
-    import contextlib
-    import io
-
     from megatron.training import arguments as megatrons
 
-    from megatron_zbpp.emulation import cpu
-    from megatron_zbpp.mcore import enabled
     from megatron_zbpp.mcore.command_line import arguments
 
     original, errors = megatrons.add_megatron_arguments, io.StringIO()

@@ -1,7 +1,5 @@
 """The files for SLURM, submitted to a SLURM of two nodes: toy models on CPU, one process a node."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

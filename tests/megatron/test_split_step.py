@@ -1,88 +1,74 @@
 """Which optimizers step early, and that Megatron's code is what we take it for."""
 
-from __future__ import annotations
-
-import functools
 import inspect
+import io
+from contextlib import redirect_stderr
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from supported import WAITS, supports
 
-pytestmark = pytest.mark.each_release
+from megatron_zbpp.mcore.iteration.stages import Arguments
+from megatron_zbpp.mcore.optimizer import split_step, stepping
+from megatron_zbpp.mcore.optimizer.early_steps import EarlySteps, ForwardsAhead
+
+pytestmark = [pytest.mark.each_release, pytest.mark.on_ranks(2)]
 
 
 def refused(name, value):
     from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 
-    from megatron_zbpp.mcore.optimizer import waiting
-
     leaf = FP32Optimizer.__new__(FP32Optimizer)
     leaf.is_stub_optimizer = name == 'stub'
     leaf.config = leaf.ddp_config = SimpleNamespace(**{name: value})
-    return waiting.refusal(ChainedOptimizer([leaf])), waiting.refusal(leaf)
+    return split_step.refusal(ChainedOptimizer([leaf])), split_step.refusal(leaf)
 
 
-SETTINGS = [
-    'optimizer_cpu_offload',
-    'optimizer_cuda_graph',
-    'fp8_param_gather',
-]
+SETTINGS = 'optimizer_cpu_offload', 'optimizer_cuda_graph', 'fp8_param_gather'
 
 
 @supports('steps validated later: `{name}`', 'any+post-validation', WAITS)
 @pytest.mark.parametrize('name', SETTINGS)
-def test_refused_settings_are_named(ranks, name):
-    for reasons in ranks(2).run(refused, name, True):
-        assert all(reason.startswith(f'{name}=') for reason in reasons)
-    assert ranks(2).run(refused, name, False) == [(None, None)] * 2
+def test_refused_settings_are_named(name):
+    assert all(reason.startswith(f'{name}=') for reason in refused(name, True))
+    assert refused(name, False) == (None, None)
 
 
 def of_types(**types):
     """What is said of a precision-aware optimizer with state of such types."""
-    import torch
     from megatron.core.optimizer.optimizer import FP32Optimizer
-
-    from megatron_zbpp.mcore.optimizer import waiting
 
     leaf = FP32Optimizer.__new__(FP32Optimizer)
     types = {name: getattr(torch, each) for name, each in types.items()}
     leaf.config = SimpleNamespace(use_precision_aware_optimizer=True, **types)
-    return waiting.refusal(leaf)
+    return split_step.refusal(leaf)
 
 
 @supports('steps validated later: `{name}` in fp16 or FP8', 'any+post-validation', WAITS)
 @pytest.mark.parametrize('name', ['main_params_dtype', 'exp_avg_dtype', 'exp_avg_sq_dtype'])
-def test_state_with_scales_is_named(ranks, name):
+def test_state_with_scales_is_named(name):
     for scaled in ('float16', 'uint8'):
-        for reason in ranks(2).run(functools.partial(of_types, **{name: scaled})):
-            assert reason.startswith(f'{name}=')
+        assert of_types(**{name: scaled}).startswith(f'{name}=')
     for plain in ('float32', 'bfloat16'):
-        assert ranks(2).run(functools.partial(of_types, **{name: plain})) == [None] * 2
+        assert of_types(**{name: plain}) is None
 
 
-def test_a_rank_without_parameters(ranks):
-    assert 'no parameters' in ranks(2).run(refused, 'stub', True)[0][0]
+def test_a_rank_without_parameters():
+    assert 'no parameters' in refused('stub', True)[0]
 
 
-def other():
-    from megatron_zbpp.mcore.optimizer import waiting
-
-    return waiting.refusal(SimpleNamespace(config=None))
-
-
-def test_other_optimizers_are_named(ranks):
-    assert 'SimpleNamespace is not one of FP32Optimizer' in ranks(2).run(other)[0]
+def test_other_optimizers_are_named():
+    said = split_step.refusal(SimpleNamespace(config=None))
+    assert 'SimpleNamespace is not one of FP32Optimizer' in said
 
 
 def built(kind, *settings):
     """What is said of a real optimizer of Megatron that has these settings."""
-    import torch
-    import torch.distributed as dist
     from megatron.core.optimizer import OptimizerConfig, layer_wise_optimizer, optimizer
     from megatron.core.process_groups_config import ProcessGroupCollection
-
-    from megatron_zbpp.mcore.optimizer import waiting
 
     if kind == 'graph' and not hasattr(OptimizerConfig, 'optimizer_cuda_graph'):
         return 'absent'
@@ -108,12 +94,12 @@ def built(kind, *settings):
         if not hasattr(made, name):
             return 'absent'
         setattr(made, name, True)
-    return waiting.refusal(made)
+    return split_step.refusal(made)
 
 
 @pytest.mark.parametrize('kind', ['one', 'several', 'layer-wise', 'layer-wise beside another'])
-def test_optimizers_that_may_be_early(ranks, kind):
-    assert ranks(2).run(built, kind) == [None] * 2
+def test_optimizers_that_may_be_early(kind):
+    assert built(kind) is None
 
 
 def test_muon_that_gathers_into_gradients_is_refused(ranks):
@@ -133,39 +119,24 @@ def test_a_captured_step_is_refused(ranks):
     assert reason.startswith('optimizer_cuda_graph=')
 
 
-def scales(recipe):
-    from megatron_zbpp.mcore.optimizer import waiting
+def test_delayed_scaling():
+    def said(recipe):
+        return split_step.refusal_of_model(SimpleNamespace(fp8='hybrid', fp8_recipe=recipe))
 
-    return waiting.refusal_of_model(SimpleNamespace(fp8='hybrid', fp8_recipe=recipe))
-
-
-def test_delayed_scaling(ranks):
-    assert 'delayed' in ranks(2).run(scales, 'delayed')[0]
-    assert ranks(2).run(scales, 'tensorwise')[0] is None
+    assert 'delayed' in said('delayed') and said('tensorwise') is None
 
 
-def reductions():
-    """What Megatron makes of the results that its reductions share, and what we make of them."""
+def test_clipping_and_rounding_are_megatrons():
     from megatron.core.optimizer import clip_grads
 
-    from megatron_zbpp.mcore.optimizer import stepping
-
-    return inspect.getsource(clip_grads.clip_grad_by_total_norm_fp32), [
-        stepping._as_float32(value) for value in (0.1, None, 1e9 + 1)
-    ]
-
-
-def test_clipping_and_rounding_are_megatrons(ranks):
-    import torch
-
-    source, rounded = ranks(2).run(reductions)[0]
+    source = inspect.getsource(clip_grads.clip_grad_by_total_norm_fp32)
     assert 'max_norm / (total_norm + 1.0e-6)' in source and 'clip_coeff < 1.0' in source
+    rounded = [stepping._as_float32(value) for value in (0.1, None, 1e9 + 1)]
     assert rounded == [torch.tensor(0.1).item(), None, torch.tensor(1e9 + 1).item()]
 
 
-def several():
-    """Two optimizers take turns; whether each may step early."""
-    from megatron_zbpp.mcore.optimizer.early_steps import EarlySteps
+def test_several_optimizers_wait():
+    """Two take turns: until the first is gone, then there is one."""
 
     class Optimizer:
         pass
@@ -174,22 +145,13 @@ def several():
     steps._agree = lambda optimizer, call: True
     one, other = Optimizer(), Optimizer()
     found = [steps._possible_for(optimizer, None) for optimizer in (one, one, other, one)]
+    assert found == [True, True, False, False]
     del one
-    return found, steps._possible_for(other, None)
-
-
-def test_several_optimizers_wait(ranks):
-    """Until the first is gone: then there is one."""
-    assert ranks(2).run(several) == [([True, True, False, False], True)] * 2
+    assert steps._possible_for(other, None)
 
 
 def differing():
     """What is said after calls with the same method, with another function, and with a third."""
-    import io
-    from contextlib import redirect_stderr
-
-    from megatron_zbpp.mcore.iteration.arguments import Arguments
-    from megatron_zbpp.mcore.optimizer.next_iteration import ForwardsAhead
 
     class Script:
         def forward_step(self):
@@ -198,7 +160,7 @@ def differing():
     script, model, said = Script(), object(), []
     following = ForwardsAhead(SimpleNamespace(post_validation=True))
     sizes = {'num_microbatches': 2, 'seq_length': 1, 'micro_batch_size': 1}
-    for function in (script.forward_step, script.forward_step, differing, several):
+    for function in (script.forward_step, script.forward_step, differing, refused):
         with redirect_stderr(io.StringIO()) as written:
             following.take(
                 Arguments(forward_step_func=function, data_iterator=None, model=model, **sizes)
@@ -215,13 +177,9 @@ def test_calls_that_differ_are_named(ranks):
 
 
 def refused_of_loop(**settings):
-    from unittest import mock
-
-    from megatron_zbpp.mcore.optimizer import waiting
-
     args = SimpleNamespace(**settings)
-    with mock.patch.object(waiting.compat, 'training_arguments', lambda: args):
-        return waiting.refusal_of_loop()
+    with mock.patch.object(split_step.compat, 'training_arguments', lambda: args):
+        return split_step.refusal_of_loop()
 
 
 READ_BY_LOOP = [
@@ -235,7 +193,6 @@ READ_BY_LOOP = [
 
 @supports('steps validated later: `{name}`', 'any+post-validation', WAITS)
 @pytest.mark.parametrize('name', READ_BY_LOOP)
-def test_what_the_loop_reads_of_forwards_is_named(ranks, name):
-    (reason,) = ranks(1).run(functools.partial(refused_of_loop, **{name: 1}))
-    assert reason.startswith(f'{name}=')
-    assert ranks(1).run(functools.partial(refused_of_loop, **{name: None})) == [None]
+def test_what_the_loop_reads_of_forwards_is_named(name):
+    assert refused_of_loop(**{name: 1}).startswith(f'{name}=')
+    assert refused_of_loop(**{name: None}) is None

@@ -1,8 +1,6 @@
 """Megatron trains on a device that records streams: nothing races, and seeded races are found.
-
 DistributedDataParallel is made on a side stream, as NVIDIA's loop makes it. Process groups use
-streams as NCCL's do. Autograd's engine, its threads and its choice of streams are torch's own.
-"""
+streams as NCCL's do. Autograd's engine, its threads and its choice of streams are torch's own."""
 
 from __future__ import annotations
 
@@ -17,11 +15,16 @@ import nvidia
 import pytest
 import torch
 import wheels
+from grids import some
 from models import Job
 from ranks import Pool, Ranks
 from recorded import build, device
 from recorded.communicators import faults
 from recorded.training import recording, train
+
+from megatron_zbpp.runtime import channels
+from megatron_zbpp.runtime.activations.bundle import SavedActivations
+from megatron_zbpp.runtime.activations.copies import Copies
 
 pytestmark = pytest.mark.timeout(600)  # a busy machine is no reason to fail
 
@@ -80,9 +83,6 @@ def asks_in_backward(self, hidden_states, *args, **kwargs):
 def _broken(name):
     """(whose, attribute, what it is to be)."""
     from megatron_zbpp.mcore.layers import delayed_module
-    from megatron_zbpp.runtime import channels
-    from megatron_zbpp.runtime.activations.bundle import SavedActivations
-    from megatron_zbpp.runtime.activations.copies import Copies
 
     yield channels.Channels, 'unbroken', channels.Channels.send
     if name == 'None':
@@ -123,13 +123,14 @@ def run(recorded_ranks, data, job, schedule, broken='nothing', words=()):
     return recorded_ranks(job.size).run(train_broken, broken, job, argv, timeout=250)
 
 
-@pytest.mark.shared
-@pytest.mark.parametrize('training', TRAININGS)
-def test_streams_are_ordered(recorded_ranks, data, training):
-    """Every use of memory is behind those that it depends on, on every rank.
+# of those that each run spares, others have the same schedule or the same replicas
+SPARED = 'zb-v', 'replicas, zb-h1'
 
-    And each communicator is given the same on all of its ranks.
-    """
+
+@some('training', [name for name in TRAININGS if name not in SPARED], *SPARED)
+def test_streams_are_ordered(recorded_ranks, data, training):
+    """Every use of memory is behind those that it depends on, on every rank. And each communicator
+    is given the same on all of its ranks."""
     job, schedule = TRAININGS[training]
     results = run(recorded_ranks, data, job, schedule)
     check_order(results)
@@ -180,13 +181,10 @@ GOING = 4  # of the 8 microbatches of an iteration leave the first rank
 SHORT = ('--global-batch-size', '8', '--train-iters', '2')
 
 
-@pytest.mark.shared
 @pytest.mark.parametrize('broken', ['nothing', 'no early free'])
 def test_a_partners_memory_is_as_planned(recorded_ranks, data, broken):
-    """The first rank of `bpipe` holds no more than by 1F1B, if what has left is freed.
-
-    The allocator has it back when it knows that NCCL's stream is done: see docs/gpu-tips.md.
-    """
+    """The first rank of `bpipe` holds no more than by 1F1B, if what has left is freed. The
+    allocator has it back when it knows that NCCL's stream is done: see docs/gpu-tips.md."""
     results = run(recorded_ranks, data, PARTNERS, 'bpipe', broken, SHORT)
     plain = run(recorded_ranks, data, PARTNERS, '1f1b', words=SHORT)
     check_order(results)
@@ -209,7 +207,6 @@ SEEDED = {
 }
 
 
-@pytest.mark.shared
 @pytest.mark.parametrize('broken', SEEDED)
 def test_seeded_races_of_streams_are_found(recorded_ranks, data, broken):
     job, schedule, said = SEEDED[broken]
@@ -228,10 +225,8 @@ def test_bits_on_recorded_streams(recorded_ranks, data):
 
 @dataclass(frozen=True)
 class Recording:
-    """Records NVIDIA's training loop, with something broken: see `nvidia.train`.
-
-    A wait of the host is within 'iteration' or a pass in it, and there within what Megatron checks.
-    """
+    """Records NVIDIA's training loop, with something broken: see `nvidia.train`. A wait of the host
+    is within 'iteration' or a pass in it, and there within what Megatron checks."""
 
     broken: str = 'nothing'
 
@@ -284,12 +279,10 @@ def checks(waits):
 
 @nvidia.needs_training
 def test_nvidias_loop_waits_in_passes_for_its_own_checks(recorded_ranks):
-    """The complete list: the loss is looked at in F, gradients of a bucket in its last W.
-
-    Stock waits for the same as often, but for the loss of the pass that prepares the first
-    iteration. Between its passes ours waits three times in all: twice when its channels are made,
-    once to see that there are no gradients before the first iteration.
-    """
+    """The complete list: the loss is looked at in F, gradients of a bucket in its last W. Stock
+    waits for the same as often, but for the loss of the pass that prepares the first iteration.
+    Between its passes ours waits three times in all: twice when its channels are made, once to see
+    that there are no gradients before the first iteration."""
     waits = {}
     for name, flags in {'stock': LOOP[:-2], 'ours': LOOP}.items():
         results = nvidia.run(recorded_ranks(2), *flags, event=Recording()).reported

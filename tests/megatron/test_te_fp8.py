@@ -1,14 +1,11 @@
 """FP8 on a CPU: TE's own Python on emulated Float8 tensors, and on TE's own reference in Python."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest
 import torch
 from gpu import CUDA
-from grids import grid
-from models import Job, check
+from rows import row, trains
 
 pytestmark = pytest.mark.te
 on_cpu = pytest.mark.skipif(CUDA, reason='a GPU has kernels of its own')
@@ -22,7 +19,10 @@ def quantizer(**options):
     return Float8CurrentScalingQuantizer(DType.kFloat8E4M3, torch.device('cuda'), **options)
 
 
-def tensors():
+@on_cpu
+@pytest.mark.on_ranks(1)
+@pytest.mark.usefixtures('te_ranks')
+def test_tensors():
     """What Float8 tensors are, by rows and by columns, made, written anew and viewed."""
     torch.manual_seed(1)
     x = torch.randn(4, 16, 32, dtype=torch.bfloat16)
@@ -50,11 +50,6 @@ def tensors():
     empty.copy_(2 * x)
     assert empty._data is before, 'written in its place'
     torch.testing.assert_close(empty.dequantize(), 2 * made.dequantize())
-
-
-@on_cpu
-def test_tensors(te_ranks):
-    te_ranks(1).run(tensors)
 
 
 def factory():
@@ -109,14 +104,15 @@ def test_reference_of_transformer_engine(te_ranks, request, name):
     assert known == ('2.8.0' not in request.node.name)
 
 
-@grid(
-    when=lambda fp8, distributed, **_: distributed or fp8 == 'products',
-    kind=('dense', 'grouped experts', 'SwiGLU'),
-    fp8=('products', 'weights'),
-    schedule=('zb-h1', 'zb-v', 'zb-2p+post-validation'),
-    distributed=(False, True),
-    fused=(True, False),
+test_models = trains(
+    '',
+    {'bf16': True},
+    row(
+        '',
+        ('zb-h1', 'zb-v', 'zb-2p+post-validation'),
+        lambda fp8, distributed, **_: distributed or fp8 == 'products',
+        **{'kind': ('dense', 'grouped experts', 'SwiGLU'), 'fp8': ('products', 'weights')},
+        **{'distributed': (False, True), 'fused': (True, False)},
+    ),
+    te=True,
 )
-def test_models(te_ranks, data, kind, fp8, schedule, distributed, fused):
-    job = Job(kind, bf16=True, fp8=fp8, distributed=distributed, fused=fused)
-    check(te_ranks, data, schedule, job)

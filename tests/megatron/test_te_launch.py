@@ -1,7 +1,5 @@
 """NVIDIA's own training loop on Transformer Engine's layers, without a GPU, by the launcher."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -11,11 +9,13 @@ import pytest
 from defined import require_defined, watched
 from gpu import CUDA
 from grids import grid
-from nvidia import COMMON, SCRIPT, needs_training, run, since
+from nvidia import COMMON, SCRIPT, by, go_on, needs_training
 from supported import supports
-from test_launch import DISTRIBUTED, LLAMA, MOE, NO_CLIPPING, OVERLAP, PIPELINE, WITHOUT_STATE
+from test_launch import DISTRIBUTED, LLAMA, MOE, NO_CLIPPING, OVERLAP, PIPELINE
 from test_same_start import P2, require_same_start
 from wheels import NEWEST, transformer_engine
+
+import megatron_zbpp
 
 pytestmark = [pytest.mark.te, pytest.mark.skipif(CUDA, reason='--cpu is for machines without')]
 
@@ -32,25 +32,12 @@ CASES = {
 @needs_training
 @grid(case=tuple(CASES), schedule=('zb-h1', 'zb-v'))
 def test_identical_to_megatron(te_ranks, tmp_path, case, schedule):
-    """From a checkpoint that Megatron's own 1F1B saved, every schedule goes on as it does.
-
-    And each gradient that reaches DistributedDataParallel is defined: see `defined`.
-    """
-    ranks, sharded = te_ranks(2), DISTRIBUTED[0] in CASES[case]
+    """From a checkpoint that Megatron's own 1F1B saved, every schedule goes on as it does. And each
+    gradient that reaches DistributedDataParallel is defined: see `defined`."""
     flags = [*PIPELINE, *NO_CLIPPING, *TE, *CASES[case], '--train-iters', 4]
-    saving, loading = ['--save', tmp_path, '--save-interval', 2], ['--load', tmp_path]
-    if sharded:  # shards of another placement are cut elsewhere
-        run(ranks, *flags, *saving, *WITHOUT_STATE, '--exit-interval', 2)
-        loading += WITHOUT_STATE
-        stock = run(ranks, *flags, *loading)
-    else:
-        stock = run(ranks, *flags, *saving)
-        loading += ['--ckpt-step', 2]
-    ours = run(ranks, *flags, *loading, '--pipeline-schedule', schedule, event=watched)
+    how = {'event': watched, 'at': 2, 'sharded': DISTRIBUTED[0] in flags}
+    ours, _ = go_on(te_ranks(2), tmp_path, flags, by(schedule), **how)
     require_defined(ours.reported, fused=True)
-    assert ours.losses == since(0 if sharded else 2, stock.losses)
-    assert ours.parameters == stock.parameters
-    assert sharded or ours.optimizer == stock.optimizer
 
 
 @supports("training from scratch, the same start: Transformer Engine's layers, {case}", 'zb-v')
@@ -61,6 +48,7 @@ def test_from_scratch(te_ranks, case):
     require_same_start(te_ranks(2), [*P2, *TE, *CASES[case], '--te-rng-tracker'])
 
 
+@pytest.mark.one_release
 def test_without_transformer_engine():
     command = [sys.executable, '-m', 'megatron_zbpp.launch', '--cpu', SCRIPT, *COMMON, *TE]
     done = commands.run(command, timeout=200)
@@ -70,10 +58,9 @@ def test_without_transformer_engine():
     )
 
 
+@pytest.mark.one_release
 def test_children_have_it(tmp_path):
     """A process that a run starts, in any folder, emulates Transformer Engine as the run does."""
-    import megatron_zbpp
-
     children = Path(megatron_zbpp.__file__).parent / 'emulation' / 'subprocess_hook'
     code = (
         'import megatron.core, json, transformer_engine.pytorch as te\n'

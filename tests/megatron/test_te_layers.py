@@ -1,9 +1,5 @@
-"""Layers of Transformer Engine, split into B and W: gradients as of TE's own backward.
-
-TE's own modules: with their kernels on a GPU, with emulated ones elsewhere.
-"""
-
-from __future__ import annotations
+"""Layers of Transformer Engine, split into B and W: gradients as of TE's own backward. TE's own
+modules: with their kernels on a GPU, with emulated ones elsewhere."""
 
 import contextlib
 
@@ -14,6 +10,10 @@ from example import forget_groups
 from gpu import CUDA
 from grids import grid
 from te_modules import FFN, HIDDEN, LAYERS, SETTINGS, layer_config, module_of, precision
+
+import megatron_zbpp
+from megatron_zbpp.mcore.layers import transformer_engine
+from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 pytestmark = [pytest.mark.te, *([pytest.mark.gpu] if CUDA else [])]
 
@@ -30,21 +30,9 @@ def call(kind, model, x, microbatch):
 
 
 def layer_gradients(split, order, layer, dtype, setting, overlap):
-    """Gradients of three microbatches through one layer in DistributedDataParallel.
-
-    Args:
-        split: whether the layer leaves its weight gradients.
-        order: a key of ORDERS; without a split, that of the backwards.
-
-    Returns:
-        For each of two iterations those of the inputs, those of parameters by name after the last
-        B, and at the end.
-    """
+    """Gradients of three microbatches through one layer in DistributedDataParallel."""
     from megatron.core import tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    import megatron_zbpp
-    from megatron_zbpp.mcore.layers import transformer_engine
 
     kind, norm, *activation = (*layer.split(), 'LayerNorm')[: max(2, len(layer.split()))]
     torch.manual_seed(1)
@@ -68,8 +56,6 @@ def layer_gradients(split, order, layer, dtype, setting, overlap):
 
 def iteration(kind, model, store, split, order, dtype, params_dtype):
     """One global batch, as the executor runs it."""
-    from megatron_zbpp.mcore.layers import transformer_engine
-
     model.zero_grad_buffer()
     for module in model.modules():
         if hasattr(module, 'is_first_microbatch'):  # as Megatron sets it; it asks for W in order
@@ -90,11 +76,7 @@ def iteration(kind, model, store, split, order, dtype, params_dtype):
         if defers:
             store.open((0, k))
         last = k == backwards[-1]
-        with (
-            store.scope((0, k) if defers else None),
-            grad_sync(model, last),
-            delaying.queueing(),
-        ):
+        with store.scope((0, k) if defers else None), grad_sync(model, last), delaying.queueing():
             outputs[k].float().square().mean().backward()
     before = grads(model)
     for k in ORDERS[order] if defers else ():
@@ -154,10 +136,8 @@ def layer_ranks(te_ranks):
 
 
 def runs_whole(layer, setting, order, dtype, overlap):
-    """TE 2.8's own LayerNormMLP gives no gradient of its FP8 weights when it has fused them.
-
-    Scales of delayed scaling come from the backwards before: another order of them, other scales.
-    """
+    """TE 2.8's own LayerNormMLP gives no gradient of its FP8 weights when it has fused them. Scales
+    of delayed scaling come from the backwards before: another order of them, other scales."""
     if dtype == 'fp8 delayed' and order == 'out of order':
         return False
     fp8 = dtype.startswith('fp8')
@@ -179,15 +159,8 @@ def test_gradients_to_the_bit(layer_ranks, layer, setting, order, dtype, overlap
 
 
 def parallel_gradients(split, kind, dtype):
-    """As `layer_gradients`, with tensor and sequence parallelism, and without fusion.
-
-    Returns:
-        Gradients by name, and bytes that waited for each W.
-    """
+    """As `layer_gradients`, with tensor and sequence parallelism, and without fusion."""
     from megatron.core import tensor_parallel
-
-    from megatron_zbpp.mcore.layers import transformer_engine
-    from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     config = layer_config(dtype, 'LayerNorm', False)

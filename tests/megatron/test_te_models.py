@@ -1,16 +1,16 @@
 """Whole models of Transformer Engine's layers: as by Megatron's own schedule, to the bit."""
 
-from __future__ import annotations
-
 import pytest
 from gpu import CUDA, marks
 from grids import grid
 from models import KINDS, Job, check
 from nvidia import known_config
+from rows import row, trains
 from supported import absent, supports
 
-pytestmark = marks if CUDA else [pytest.mark.te]
+pytestmark = marks if CUDA else pytest.mark.te
 SCHEDULES = ('zb-h1', 'zb-v', 'zb-2p+post-validation')
+# longer pipelines; ranks that share tensors, experts, and the optimizer's state
 SHAPES = {
     'pp 4': {'pp': 4},
     'tp 2': {'tp': 2},
@@ -18,35 +18,27 @@ SHAPES = {
     'distributed': {'dp': 2, 'distributed': True},
     'ep 2': {'dp': 2, 'ep': 2, 'overlap': True, 'distributed': True},
 }
-
-
-@pytest.mark.shared
-@supports('GPT of {kind}, {recompute}')
-@grid(
-    kind=tuple(KINDS),
-    schedule=SCHEDULES,
-    fused=(True, False, True, False, False),
-    bf16=(True, True, False, False, True),
-    recompute=(None, 'full', 'selective', None, 'selective'),
+# weight gradients are added to `main_grad` by the product or by Megatron, activations kept or
+# computed anew
+test_identical_to_megatron = trains(
+    'GPT of {kind}, ',
+    {},
+    row(
+        '{recompute}',
+        SCHEDULES,
+        **{'kind': tuple(KINDS), 'fused': (True, False, True, False, False)},
+        bf16=(True, True, False, False, True),
+        recompute=(None, 'full', 'selective', None, 'selective'),
+    ),
+    row(
+        '{shape}',
+        ('zb-2p+post-validation', 'zb-h1', 'zb-v', 'zb-2p+post-validation', 'zb-v'),
+        lambda shape, kind, **_: shape != 'ep 2' or 'experts' in kind,
+        **{'kind': ('MLA', 'SwiGLU', 'grouped experts', 'dense', 'experts'), 'shape': SHAPES},
+        **{'bf16': True, 'fused': (False, True, True, False)},
+    ),
+    te=True,
 )
-def test_kinds(te_ranks, data, kind, schedule, fused, bf16, recompute):
-    """Layers of each kind; their weight gradients added to `main_grad` by the product or by
-    Megatron, their activations kept or computed anew."""
-    check(te_ranks, data, schedule, Job(kind, bf16=bf16, fused=fused, recompute=recompute))
-
-
-@pytest.mark.shared
-@supports('GPT of {kind}, {shape}')
-@grid(
-    when=lambda shape, kind, **_: shape != 'ep 2' or 'experts' in kind,
-    shape=tuple(SHAPES),
-    kind=('MLA', 'SwiGLU', 'grouped experts', 'dense', 'experts'),
-    schedule=('zb-2p+post-validation', 'zb-h1', 'zb-v', 'zb-2p+post-validation', 'zb-v'),
-    fused=(False, True, True, False),
-)
-def test_shapes(te_ranks, data, shape, kind, schedule, fused):
-    """Longer pipelines; ranks that share tensors, experts, and the optimizer's state."""
-    check(te_ranks, data, schedule, Job(kind, bf16=True, fused=fused, **SHAPES[shape]))
 
 
 @supports('GPT of grouped experts, dispatch overlapped with their weight gradients')

@@ -1,12 +1,8 @@
 """TE's FusedAdam, Megatron's default where TE is: its own Python, also where steps come early."""
 
-from __future__ import annotations
-
-import json
-
 import pytest
 import torch
-from example import MODEL
+from example import MODEL, logged
 from gpu import CUDA
 from grids import grid
 from injected import Event, train
@@ -16,7 +12,6 @@ from megatron_zbpp.post_validation.speculative_step import KEPT_BYTES
 
 pytestmark = [
     pytest.mark.te,
-    pytest.mark.shared,
     pytest.mark.skipif(CUDA, reason='test_te_models has it'),
 ]
 
@@ -34,39 +29,38 @@ SETUPS = {
 HAPPENING = [Event(5, 1, 'large'), Event(6, 0, 'inf'), Event(8, 1, 'nan')]
 
 
-def counted(*args):
+def counted(*args, **metrics):
     """As `train`, and how often TE's kernels of optimizers were called."""
     from devtools.te import calls
 
     before = calls.copy()
-    early = train(*args)
+    early = train(*args, **metrics)
     return early, dict(calls - before)
 
 
 @supports("steps validated later: Transformer Engine's, {setup}", 'any+post-validation')
 @grid(setup=tuple(SETUPS), kept_bytes=(KEPT_BYTES, 0))
-def test_early_steps_are_synchronous_ones(te_ranks, data, tmp_path, setup, kept_bytes):
+def test_early_steps_are_synchronous_ones(te_ranks, data, setup, kept_bytes):
     """Clipping, overflow and nonsense included."""
     size, schedule, flags, variant = SETUPS[setup]
     argv = [*MODEL, *COMMON, '--pipeline-schedule', schedule, '--data-path', data, *flags]
-    logged = []
-    for clean_steps in (0, 1):
-        metrics = tmp_path / f'{clean_steps}.jsonl'
-        words = list(map(str, argv))
-        given = words, metrics, HAPPENING, clean_steps, variant, kept_bytes
-        found = te_ranks(size).run(counted, *given)
-        logged.append([json.loads(line) for line in metrics.read_text().splitlines()])
-    for line in [*logged[0], *logged[1]]:
-        line.pop('seconds', None)
-    assert logged[0] == logged[1] and len(logged[0]) >= ITERATIONS
-    early, called = zip(*found, strict=True)
+    given = counted, list(map(str, argv)), HAPPENING
+    later, found = (
+        te_ranks(size).run(logged, *given, clean_steps, variant, kept_bytes)
+        for clean_steps in (0, 1)
+    )
+    assert found[-1][1] == later[-1][1] and len(found[-1][1]) >= ITERATIONS
+    early, called = zip(*(result for result, _ in found), strict=True)
     assert any(rank.tried for rank in early)
     own = {'SGD': 'multi_tensor_sgd', 'precision-aware': 'multi_tensor_adam_param_remainder'}
     stepping = own.get(setup, 'multi_tensor_adam')
     assert all({stepping, 'multi_tensor_l2norm'} <= names.keys() for names in called)
 
 
-def steps_alike(master):
+@pytest.mark.on_ranks(1)
+@pytest.mark.usefixtures('te_ranks')
+@pytest.mark.parametrize('master', [False, True], ids=['fp32', 'bf16'])
+def test_steps_as_torch(master):
     """FusedAdam beside torch's AdamW, from one start."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
@@ -87,8 +81,3 @@ def steps_alike(master):
         torch.testing.assert_close(mine, own.to(dtype), rtol=1e-2 if master else 1e-5, atol=1e-6)
         for name in ('exp_avg', 'exp_avg_sq'):
             torch.testing.assert_close(fused.state[mine][name], plain.state[own][name])
-
-
-@pytest.mark.parametrize('master', [False, True], ids=['fp32', 'bf16'])
-def test_steps_as_torch(te_ranks, master):
-    te_ranks(1).run(steps_alike, master)

@@ -1,7 +1,5 @@
 """Spans of passes and messages, by the library that Megatron's telemetry is made with."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -20,7 +18,7 @@ import wheels
 from models import Job, train
 from ranks import Pool, Ranks
 from supported import absent, supports
-from timed import Pipeline
+from timed import TimedPipeline
 
 from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.schedules import build
@@ -73,7 +71,7 @@ def exported(name, groups, ranks):
     from nemo.lens.helpers import managed_span
 
     spans = importlib.import_module('megatron_zbpp.guests.telemetry')
-    guest, pipeline = spans.Spans(), Pipeline(build(name, P, M), HostClock())
+    guest, pipeline = spans.Spans(), TimedPipeline(build(name, P, M), HostClock())
     with exporting(groups if dist.get_rank() in ranks else ()) as (tracer, kept):
         for _ in range(ITERATIONS):
             with managed_span('step', 'megatron.train_step', tracer):

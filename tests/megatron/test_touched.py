@@ -1,16 +1,13 @@
 """Programs that touch weights, gradients or state between calls train as with stock Megatron."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
+import stock
 import touching
-from example import MODEL
+from example import MODEL, logged
 from grids import grid
 from supported import supports
-
-pytestmark = pytest.mark.shared
 
 ITERATIONS = 6
 COMMON = ['--num-layers', 4, '--global-batch-size', 8, '--train-iters', ITERATIONS]
@@ -27,35 +24,26 @@ EVALUATION = ['--eval-iters', 1, '--eval-interval', 2]
 
 
 @pytest.fixture(scope='module')
-def compared(ranks, data, tmp_path_factory):
+def compared(ranks, data):
     """Trains by stock Megatron and by a schedule; what each rank did, once both are the same."""
-    folder = tmp_path_factory.mktemp('metrics')
-    stock = {}
 
     def run(program, schedule, optimizer, variant='', *more):
         size, flags = OPTIMIZERS[optimizer]
         flags = [*MODEL, *COMMON, '--data-path', data, *flags, *more]
         flags += EVALUATION if 'evaluation' in touching.PROGRAMS[program] else ['--eval-iters', 0]
 
-        def trained(schedule, early):
-            metrics = folder / 'metrics.jsonl'
-            metrics.unlink(missing_ok=True)
-            words = [*map(str, flags), '--pipeline-schedule', schedule]
-            done = ranks(size).run(touching.train, words, metrics, program, early, variant)
-            lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-            for line in lines:
-                line.pop('seconds', None)
-            return lines, read(done), done
-
-        key = program, optimizer, variant, *more
-        if key not in stock:
-            stock[key] = trained('megatron', False)[:2]
-        lines, heard, done = trained(schedule, True)
-        expected = [dict(line) for line in stock[key][0]]
-        if schedule != 'zb-h1':  # on another placement, norms add up in another order
-            for line in [*lines, *expected]:
+        def trained(name, early):
+            words = [*map(str, flags), '--pipeline-schedule', name]
+            given = touching.train, words, program, early, variant
+            found = stock.trained(ranks(size), logged, *given, kept=not early)
+            done = [rank for rank, _ in found]
+            lines = [dict(line) for line in found[-1][1]]
+            for line in lines if schedule != 'zb-h1' else ():  # norms add up in another order
                 line.pop('grad_norm', None)
-        assert (lines, heard) == (expected, stock[key][1])
+            return (lines, read(done)), done
+
+        found, done = trained(schedule, True)
+        assert found == trained('megatron', False)[0]
         return done
 
     return run
@@ -92,12 +80,7 @@ DUE = ITERATIONS // touching.NOW_AND_THEN
 
 
 @supports('weights touched after the step', '{schedule}+post-validation')
-@grid(
-    possible,
-    program=tuple(touching.WEIGHTS),
-    schedule=SCHEDULES,
-    optimizer=tuple(OPTIMIZERS),
-)
+@grid(possible, program=tuple(touching.WEIGHTS), schedule=SCHEDULES, optimizer=tuple(OPTIMIZERS))
 def test_weights(compared, program, schedule, optimizer):
     done = compared(program, schedule, optimizer)
     ends = [rank for rank in done if 'post-validation ends' in rank.said]
@@ -114,10 +97,7 @@ def test_weights(compared, program, schedule, optimizer):
 
 @pytest.mark.full
 @grid(
-    possible,
-    program=tuple(touching.MORE_WEIGHTS),
-    schedule=SCHEDULES,
-    optimizer=tuple(OPTIMIZERS),
+    possible, program=tuple(touching.MORE_WEIGHTS), schedule=SCHEDULES, optimizer=tuple(OPTIMIZERS)
 )
 def test_more_weights(compared, program, schedule, optimizer):
     done = compared(program, schedule, optimizer)
@@ -129,12 +109,7 @@ def test_more_weights(compared, program, schedule, optimizer):
 
 
 @supports('gradients, state and hooks touched between calls', '{schedule}+post-validation')
-@grid(
-    possible,
-    program=tuple(touching.OTHERS),
-    schedule=SCHEDULES,
-    optimizer=tuple(OPTIMIZERS),
-)
+@grid(possible, program=tuple(touching.OTHERS), schedule=SCHEDULES, optimizer=tuple(OPTIMIZERS))
 def test_others(compared, program, schedule, optimizer):
     """All but random states of dropout are touched where forwards do not see it."""
     variant = 'dropout' if program == 'random states' else ''

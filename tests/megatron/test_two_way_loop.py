@@ -1,18 +1,19 @@
 """Two-way pipelines in NVIDIA's training loop: what people train with, as by Megatron's 1F1B."""
 
-from __future__ import annotations
-
 import functools
-import itertools
+from dataclasses import replace
+from itertools import product
 
 import events
 import pytest
-from nvidia import known, needs_training, run, since
+from grids import some
+from nvidia import by, go_on, known, needs_training, require_same, run
 from ranks import RankError
 from supported import TOLERANCE, absent, refuses, supports
-from test_hybrid import PATTERNS, SPEC, TE
-from test_hybrid import segments as divided_among
 from test_launch import CONTEXT, FULL, LLAMA, MOE, NO_CLIPPING, SEQUENCE, TENSOR
+from test_todays_models import PATTERN, PATTERNS, SPEC
+from test_todays_models import TE_ROPE as TE
+from test_todays_models import segments as divided_among
 
 pytestmark = needs_training
 
@@ -57,44 +58,25 @@ def event_of(case, iteration):
     return EVENTS.get(case, lambda _: events.nothing)(iteration)
 
 
-@pytest.fixture(scope='module')
-def stock(ranks, tmp_path_factory):
-    """By case: what Megatron's own 1F1B gives, and flags to go on from its checkpoint."""
-
-    @functools.cache
-    def trained(case):
-        size, flags = CASES[case]
-        flags = [*BASE, *flags]
-        if case == GROWING and '--step-batch-size-schedule' not in ranks(2).run(known)[0]:
-            at = flags.index('--train-iters')  # until 0.17
-            flags[at : at + 2] = ['--train-samples', 24, '--lr-warmup-iters', 0]
-        folder = tmp_path_factory.mktemp('stock')
-        saving = ['--save', folder, '--save-interval', 2]
-        run_of = run(ranks(size), *flags, *saving, event=event_of(case, 3))
-        return run_of, [*flags, '--load', folder, '--ckpt-step', 2]
-
-    return trained
+def flags_of(ranks, case):
+    flags = [*BASE, *CASES[case][1]]
+    if case == GROWING and '--step-batch-size-schedule' not in ranks(2).run(known)[0]:
+        at = flags.index('--train-iters')  # until 0.17
+        flags[at : at + 2] = ['--train-samples', 24, '--lr-warmup-iters', 0]
+    return flags
 
 
-FIRST = ('odd microbatches, learned positions', 'dualpipe')  # the case of each run
+FIRST = 'odd microbatches, learned positions'
+SCHEDULES = 'dualpipe', 'chimera-zb', 'bitpipe'
 
 
 @supports("NVIDIA's loop: {case}, two-way")
-@pytest.mark.parametrize(
-    ('case', 'schedule'),
-    [
-        pytest.param(*each, marks=[pytest.mark.full] * (each != FIRST))
-        for each in itertools.product(CASES, ('dualpipe', 'chimera-zb', 'bitpipe'))
-    ],
-)
-def test_identical_to_megatron(ranks, stock, case, schedule):
+@some('case, schedule', [(FIRST, 'dualpipe')], *product(CASES, SCHEDULES))
+def test_identical_to_megatron(ranks, tmp_path, case, schedule):
     """From a checkpoint of Megatron's, on two replicas."""
-    expected, flags = stock(case)
-    given = ['--pipeline-schedule', schedule]
-    ours = run(ranks(CASES[case][0]), *flags, *given, event=event_of(case, 1))
-    assert ours.losses == since(2, expected.losses)
-    assert ours.parameters == expected.parameters
-    assert ours.optimizer == expected.optimizer
+    of = {'event': event_of(case, 1), 'stock_event': event_of(case, 3), 'at': 2}
+    pool, flags = ranks(CASES[case][0]), flags_of(ranks, case)
+    ours, expected = go_on(pool, tmp_path, flags, by(schedule), **of)
     skipped = [loss[-1] == 'skipped' for loss in expected.losses.values()]
     assert skipped.count(True) == ('skipped' in case)
     if case == GROWING:
@@ -103,40 +85,28 @@ def test_identical_to_megatron(ranks, stock, case, schedule):
 
 
 EXTERNAL = ['--dataloader-type', 'external']
+ASKS = [('megatron_zbpp', 'dualpipe'), ('Megatron', 'dualpipe'), ('Megatron', 'bitpipe')]
 
 
 @supports("NVIDIA's loop: loaders of one's own, two-way")
-@pytest.mark.parametrize(
-    ('asks', 'schedule'),
-    [
-        ('megatron_zbpp', 'dualpipe'),
-        pytest.param('Megatron', 'dualpipe', marks=pytest.mark.full),
-        pytest.param('Megatron', 'bitpipe', marks=pytest.mark.full),
-    ],
-)
-def test_external_loaders(ranks, stock, asks, schedule):
+@some('asks, schedule', ASKS[:1], *ASKS)
+def test_external_loaders(ranks, tmp_path, asks, schedule):
     """A provider that asks for its data-parallel rank is told that of the chunk it builds for."""
-    expected, flags = stock(FIRST[0])
-    given = [*EXTERNAL, '--pipeline-schedule', schedule]
-    ours = run(ranks(4), *flags, *given, event=events.OwnLoaders(asks))
-    assert ours.losses == since(2, expected.losses)
-    assert ours.parameters == expected.parameters
-    assert ours.optimizer == expected.optimizer
+    ours = [*EXTERNAL, *by(schedule)]
+    flags = flags_of(ranks, FIRST)
+    go_on(ranks(4), tmp_path, flags, ours, event=events.OwnLoaders(asks), at=2)
 
 
 @refuses("NVIDIA's loop: loaders of one's own that do not ask, two-way", 'labels would be others')
 def test_external_loaders_that_do_not_ask(ranks):
-    given = [*BASE, *EXTERNAL, '--pipeline-schedule', 'dualpipe']
-    with pytest.raises(
-        RankError, match=r'this loop never asked whose: take megatron_zbpp\.data_par'
-    ):
+    given = [*BASE, *EXTERNAL, *by('dualpipe')]
+    refused = r'this loop never asked whose: take megatron_zbpp\.data_par'
+    with pytest.raises(RankError, match=refused):
         run(ranks(4), *given, event=events.OwnLoaders('group'))
 
 
 @supports("NVIDIA's loop: checkpoints go from one way to two and back", '{schedules}')
-@pytest.mark.parametrize(
-    'schedules', ['dualpipe', pytest.param('chimera bitpipe', marks=pytest.mark.full)]
-)
+@some('schedules', ['dualpipe'], 'chimera bitpipe')
 def test_checkpoints_interchange(ranks, tmp_path, schedules):
     """Each saves where the one before it stopped; in the end it is one run of Megatron's."""
     turns = [None, *(each for name in schedules.split() for each in (name, None))]
@@ -144,12 +114,10 @@ def test_checkpoints_interchange(ranks, tmp_path, schedules):
     whole = run(ranks(4), *flags)
     losses, through = {}, ['--save', tmp_path, '--load', tmp_path, '--save-interval', 1]
     for schedule in turns:
-        given = ['--pipeline-schedule', schedule] if schedule else []
+        given = by(schedule) if schedule else []
         latest = run(ranks(4), *flags, *through, '--exit-interval', 1, *given)
         losses |= latest.losses
-    assert losses == whole.losses
-    assert latest.parameters == whole.parameters
-    assert latest.optimizer == whole.optimizer
+    require_same(replace(latest, losses=losses), whole)
 
 
 # of whose sums over replicas another order is seen
@@ -168,8 +136,7 @@ def test_within_tolerance(ranks, tmp_path, case):
     size, flags = OTHER_SUMS[case]
     flags = [*BASE, *flags]
     stock = run(ranks(size), *flags, '--save', tmp_path, '--save-interval', 1)
-    loading = ['--load', tmp_path, '--ckpt-step', 1, '--pipeline-schedule', 'dualpipe']
-    ours = run(ranks(size), *flags, *loading)
+    ours = run(ranks(size), *flags, '--load', tmp_path, '--ckpt-step', 1, *by('dualpipe'))
     assert ours.losses.keys() == {2, 3, 4}
     for at, losses in ours.losses.items():
         for mine, theirs in zip(losses[:-2], stock.losses[at], strict=False):
@@ -177,25 +144,17 @@ def test_within_tolerance(ranks, tmp_path, case):
 
 
 @pytest.mark.te
+@pytest.mark.full
 @supports("NVIDIA's loop: HybridModel, {case}, two-way")
 @pytest.mark.parametrize(
     ('case', 'schedule'),
-    [
-        pytest.param('experts', 'dualpipe', marks=pytest.mark.full),
-        pytest.param('attention and MLP', 'chimera-zb', marks=pytest.mark.full),
-        pytest.param('more tokens', 'dualpipe', marks=pytest.mark.full),
-    ],
+    [('experts', 'dualpipe'), ('attention and MLP', 'chimera-zb'), ('more tokens', 'dualpipe')],
 )
 def test_hybrid(te_ranks, tmp_path, case, schedule):
     """Of Transformer Engine's layers."""
-    if '--hybrid-layer-pattern' not in te_ranks(2).run(known)[0]:
+    if PATTERN not in te_ranks(2).run(known)[0]:
         absent('hybrid models have segments from 0.17 on')
     pattern, *more = PATTERNS[case]
     flags = [*SPEC, *TE, *BASE, *more, '--num-layers', 8]
-    divided = ['--hybrid-layer-pattern', divided_among(pattern, 2)]
-    stock = run(te_ranks(4), *flags, *divided, '--save', tmp_path, '--save-interval', 1)
-    loading = ['--load', tmp_path, '--ckpt-step', 1, '--pipeline-schedule', schedule]
-    ours = run(te_ranks(4), *flags, '--hybrid-layer-pattern', pattern, *loading)
-    assert ours.losses == since(1, stock.losses)
-    assert ours.parameters == stock.parameters
-    assert ours.optimizer == stock.optimizer
+    theirs, ours = [PATTERN, divided_among(pattern, 2)], [PATTERN, pattern, *by(schedule)]
+    go_on(te_ranks(4), tmp_path, flags, ours, theirs=theirs)

@@ -1,29 +1,32 @@
 """Two-way pipelines train as Megatron's own 1F1B does on two replicas, to the bit."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json
 import re
 import runpy
 from contextlib import ExitStack, redirect_stdout
+from itertools import product
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from example import MODEL, forget_groups, run
-from grids import grid
-from models import Job, _left, check, train
+from example import forget_groups, run, words
+from grids import grid, some
+from models import Job, _left, train
+from nvidia import EARLY
+from outcome import error_of
 from paths import ROOT
+from rows import row, trains
 from supported import TOLERANCE, WAITS, refuses, supports
 from test_log_line import printed
 
 import megatron_zbpp
 
 FAMILIES = ('chimera', 'dualpipe', 'gems', 'bitpipe', 'chimera-zb', 'chimera-doubling')
+SHAPES = (2, 4), (2, 5), (2, 2), (4, 4), (2, 1)  # ranks, microbatches
 CLIPPING, NO_CLIPPING = 0.5, 1e9  # the norm is computed all the same
 
 
@@ -52,9 +55,12 @@ def assert_same(found, expected):
     assert found.optimizer == expected.optimizer
 
 
-@pytest.mark.shared
 @supports('GPT, fp32, two replicas', '{family}')
-@grid(family=FAMILIES, shape=((2, 4), (2, 5), (2, 2), (4, 4), (2, 1), (2, 8), (4, 8)))
+@some(
+    'family, shape',
+    zip(FAMILIES, (*SHAPES, SHAPES[0]), strict=True),
+    *product(FAMILIES, (*SHAPES, (2, 8), (4, 8))),
+)
 def test_identical_to_megatron(trained, family, shape):
     layers = 4 * shape[0]
     assert_same(trained(family, *shape, layers=layers), trained('megatron', *shape, layers=layers))
@@ -69,41 +75,25 @@ def test_evaluation(trained):
 
 
 HALF = {'te': False, 'dp': 2}
+SHARDED = {'bf16': True, 'distributed': True, 'overlap': True}
 JOBS = {
-    'experts': (Job('experts', **HALF), 'megatron'),
-    'bf16, distributed optimizer, overlap': (
-        Job(bf16=True, distributed=True, overlap=True, **HALF),
-        '1f1b-v',  # whose shards are the same
-    ),
-    'lengths': (Job('lengths', **HALF), 'megatron'),
-    'offload': (Job(offload='all', **HALF), 'megatron'),
-    'recompute passes': (Job(again='all', **HALF), 'megatron'),
-    'fused weight gradients': (Job(fused=True, **HALF), 'megatron'),
+    'experts': {'kind': 'experts'},
+    'bf16, distributed optimizer, overlap': SHARDED | {'than': '1f1b-v'},  # of the same shards
+    'lengths': {'kind': 'lengths'},
+    'offload': {'offload': 'all'},
+    'recompute passes': {'again': 'all'},
+    'fused weight gradients': {'fused': True},
 }
-
-
-@pytest.mark.shared
-@supports('{job}, two replicas', '{family}')
-@grid(job=tuple(JOBS), family=('dualpipe', 'chimera-zb'))
-def test_models(ranks, data, job, family):
-    trained, than = JOBS[job]
-    check(ranks, data, family, trained, than)
-
-
-@pytest.mark.te
-@supports('GPT of {kind}, two replicas', '{schedule}')
-@pytest.mark.parametrize(
-    ('kind', 'schedule', 'options'),
-    [
-        ('SwiGLU', 'chimera-zb', {}),
-        pytest.param('MLA', 'dualpipe', {'bf16': True, 'fused': True}, marks=pytest.mark.full),
-        pytest.param('grouped experts', 'bitpipe', {'bf16': True}, marks=pytest.mark.full),
-        pytest.param('dense', 'chimera', {'fp8': 'products', 'bf16': True}, marks=pytest.mark.full),
-    ],
+test_models = trains('{job}, two replicas', HALF, row('', ('dualpipe', 'chimera-zb'), job=JOBS))
+test_transformer_engine = trains(
+    'GPT of {kind}, two replicas',
+    {'dp': 2, 'layers': 4},
+    row('', 'chimera-zb', kind=('SwiGLU',)),
+    row('', 'dualpipe', kind=('MLA',), bf16=True, fused=True, full=True),
+    row('', 'bitpipe', kind=('grouped experts',), bf16=True, full=True),
+    row('', 'chimera', kind=('dense',), bf16=True, fp8='products', full=True),
+    te=True,
 )
-def test_transformer_engine(te_ranks, data, kind, schedule, options):
-    """Of Transformer Engine's layers."""
-    check(te_ranks, data, schedule, Job(kind, dp=2, layers=4, **options))
 
 
 def bytes_of(models, optimizer):
@@ -124,7 +114,6 @@ def held(job, argv):
         return train(job, argv).parameters
 
 
-@pytest.mark.shared
 @pytest.mark.parametrize('distributed', [False, True])
 def test_each_rank_holds_what_zb_v_holds(ranks, data, distributed):
     job = Job(bf16=True, distributed=distributed, iterations=2, microbatches=2, **HALF)
@@ -169,11 +158,8 @@ def test_clipping_is_that_of_a_v(trained, family):
 def test_steps_wait_for_all_ranks(trained, ranks, data, tmp_path):
     """As no rank is the first; it is said once."""
     metrics = tmp_path / 'metrics'
-    argv = [*MODEL, '--pipeline-model-parallel-size', 2, '--num-layers', 8, '--data-path', data]
-    argv += ['--global-batch-size', 8, '--train-iters', 3, '--clip-grad', NO_CLIPPING]
-    argv += ['--pipeline-schedule', 'dualpipe', '--enable-optimizer-post-validation']
-    argv += ['--optimizer-post-validation-clean-steps', 1]
-    found = ranks(4).run(printed, list(map(str, argv)), metrics)
+    more = ['--train-iters', 3, '--clip-grad', NO_CLIPPING, *EARLY]
+    found = ranks(4).run(printed, words(data, 'dualpipe', *more, layers=8, m=8), metrics)
     said = [line for _, errors in found for line in errors if 'no rank is the first' in line]
     assert len(said) == 1 and 'microbatches go both ways' in said[0]
     states = json.loads(metrics.read_text().splitlines()[-1])['optimizer_sha256']
@@ -181,10 +167,7 @@ def test_steps_wait_for_all_ranks(trained, ranks, data, tmp_path):
 
 
 @supports('GPT, fp32, four replicas', '{family}', TOLERANCE)
-@pytest.mark.parametrize(
-    'family',
-    ['dualpipe', *(pytest.param(name, marks=pytest.mark.full) for name in ('chimera', 'bitpipe'))],
-)
+@some('family', ['dualpipe'], 'chimera', 'bitpipe')
 def test_four_replicas(trained, family):
     """Replicas q and q + 2 run one schedule; the sum over all four has another order."""
     found, expected = (trained(name, 2, 3, dp=4, layers=8) for name in (family, 'megatron'))
@@ -198,15 +181,6 @@ def numbers(texts):
     return [float.fromhex(text) for text in texts]
 
 
-def said(function, *args):
-    """On each rank: what the example ends with."""
-    try:
-        function(*args)
-    except Exception as error:
-        return str(error)
-    return None
-
-
 def example_without(changes, argv, metrics):
     """On each rank: the example's training, with something else in place of a part of it."""
     import pretrain_gpt
@@ -216,7 +190,8 @@ def example_without(changes, argv, metrics):
     with ExitStack() as stack:
         if changes == 'never asked':
             own = parallel_state.get_data_parallel_rank
-            fake = SimpleNamespace(**{**vars(megatron_zbpp), 'data_parallel_rank': lambda _: own()})
+            names = {name: getattr(megatron_zbpp, name) for name in megatron_zbpp.__all__}
+            fake = SimpleNamespace(**{**names, 'data_parallel_rank': lambda _: own()})
             stack.enter_context(mock.patch.object(pretrain_gpt, 'megatron_zbpp', fake))
         elif changes == 'another numbering':
             initialize = parallel_state.initialize_model_parallel
@@ -224,26 +199,24 @@ def example_without(changes, argv, metrics):
             stack.enter_context(
                 mock.patch.object(parallel_state, 'initialize_model_parallel', other)
             )
-        return said(train, argv, metrics)
+        return error_of(train, argv, metrics)
 
 
-@pytest.mark.shared
 @refuses('a two-way pipeline on one replica', 'it runs on pairs of replicas')
 @refuses('GEMS with --overlap-grad-reduce', 'the two replicas have other orders')
 @pytest.mark.parametrize(
     ('family', 'p', 'more', 'changes', 'message'),
     [
         ('chimera', 4, [], '', 'data-parallel size 1 is wrong because chimera runs on pairs of'),
-        ('gems', 2, ['--overlap-grad-reduce'], '', 'drop --overlap-grad-reduce, or take chimera'),
+        ('gems', 2, ['--overlap-grad-reduce'], '', 'drop overlap_grad_reduce, or take chimera'),
         ('chimera', 2, [], 'never asked', 'this loop never asked whose: take megatron_zbpp.data_'),
         ('chimera', 2, [], 'another numbering', 'numbered replica by replica: drop --use-tp-pp-dp'),
     ],
     ids=['replicas', 'orders', 'data', 'numbers'],
 )
 def test_what_cannot_work(ranks, data, tmp_path, family, p, more, changes, message):
-    argv = [*MODEL, '--pipeline-model-parallel-size', p, '--num-layers', 8, '--data-path', data]
-    argv += ['--global-batch-size', 8, '--train-iters', 1, '--pipeline-schedule', family, *more]
-    found = ranks(4).run(example_without, changes, list(map(str, argv)), tmp_path / 'metrics')
+    argv = words(data, family, '--train-iters', 1, *more, p=p, layers=8, m=8)
+    found = ranks(4).run(example_without, changes, argv, tmp_path / 'metrics')
     assert all(message in (each or '') for each in found), found
 
 
@@ -275,19 +248,17 @@ def test_shortest_program(ranks):
 def changed(change, argv, metrics):
     """On each rank: the example's training after a change to what tells replicas apart."""
     from example import train
-    from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron_zbpp.mcore import replicas
+    from megatron_zbpp.mcore.techniques import two_way
 
-    reads, step = replicas.data_parallel_rank, schedules.forward_step
+    reads, step = two_way.TwoWay.data_parallel_rank, schedules.forward_step
 
-    def own_data(session, chunk):
-        reads(session, chunk)
-        return parallel_state.get_data_parallel_rank()
+    def own_data(face, chunk):
+        reads(face, chunk)
 
-    def exchanged_on_one_rank(session, chunk):
-        return reads(session, chunk) ^ (dist.get_rank() == 2)
+    def exchanged_on_one_rank(face, chunk):
+        return reads(face, chunk) ^ (dist.get_rank() == 2)
 
     def over_both(step_func, data, model, num_microbatches, *more, **options):
         return step(step_func, data, model, 2 * num_microbatches, *more, **options)
@@ -297,20 +268,19 @@ def changed(change, argv, metrics):
         return dist.get_process_group_ranks(group)[first : first + copies]
 
     place, name, new = {
-        'group': (replicas, '_pair', neighbours),
-        'own data': (replicas, 'data_parallel_rank', own_data),
-        'routes': (replicas, 'data_parallel_rank', exchanged_on_one_rank),
+        'group': (two_way, '_pair', neighbours),
+        'own data': (two_way.TwoWay, 'data_parallel_rank', own_data),
+        'routes': (two_way.TwoWay, 'data_parallel_rank', exchanged_on_one_rank),
         'over 2m': (schedules, 'forward_step', over_both),
     }[change]
     with mock.patch.object(place, name, new):
-        return said(train, argv, metrics)
+        return error_of(train, argv, metrics)
 
 
 def trained_with(change, ranks, data, metrics, size=4):
-    argv = [*MODEL, '--pipeline-model-parallel-size', 2, '--num-layers', 8, '--data-path', data]
-    argv += ['--global-batch-size', 8, '--train-iters', 3, '--clip-grad', NO_CLIPPING]
-    argv += ['--pipeline-schedule', 'chimera']
-    return ranks(size).run(changed, change, list(map(str, argv)), metrics)
+    more = ['--train-iters', 3, '--clip-grad', NO_CLIPPING]
+    argv = words(data, 'chimera', *more, layers=8, m=8)
+    return ranks(size).run(changed, change, argv, metrics)
 
 
 @refuses('a loop whose chunks read the data of other replicas', 'labels would be others')

@@ -1,21 +1,23 @@
-"""The output layer, and the embedding, on all pipeline ranks in NVIDIA's loop."""
-
-from __future__ import annotations
+"""The output layer, and the embedding, on all pipeline ranks in NVIDIA's loop; hybrid models."""
 
 import functools
 import re
+from itertools import product
 
 import pytest
-from nvidia import needs_training, run, since
+from grids import some
+from nvidia import SCRIPT, _find_megatron, needs_training, require_same, run, since
 from ranks import RankError
 from supported import TOLERANCE, absent, supports
 from test_auto import told
 from test_launch import NO_CLIPPING, PIPELINE
 from test_sliced_models import UNTIED
+from test_todays_models import PATTERNS, SPEC, model_of_a_pattern, segments
 from test_vocabulary_training import BOTH, HOSTS, OUTPUT
 
 pytestmark = needs_training
 FLAG = '--pipeline-vocab-parallel'
+IN_SLICES = ['--pipeline-slices', 4]
 
 
 @pytest.fixture(scope='module')
@@ -35,8 +37,6 @@ def stock(ranks, tmp_path_factory):
 
 def tells_rates():
     """Runs on a rank: whether optimizers tell groups by their rates, too, when they load."""
-    from nvidia import _find_megatron
-
     _find_megatron()
     from megatron.core.optimizer import optimizer
 
@@ -74,25 +74,14 @@ def go_on(ranks, stock, folder, layers, schedule, *more):
     near(run(ranks(2), *flags, '--load', folder, '--ckpt-step', 2), expected, 2)
 
 
-ALWAYS = (OUTPUT, 'zb-v'), (TIED, 'zb-v')
-
-
 @supports(
-    "NVIDIA's loop: {layers} on all ranks, from and to checkpoints of stock",
-    outcome=TOLERANCE,
+    "NVIDIA's loop: {layers} on all ranks, from and to checkpoints of stock", outcome=TOLERANCE
 )
-@pytest.mark.parametrize(
-    ('layers', 'schedule'),
-    [
-        *ALWAYS,
-        *(
-            pytest.param(layers, schedule, marks=pytest.mark.full)
-            for layers in ALL
-            for schedule in HOSTS
-            if (layers, schedule) not in ALWAYS
-        ),
-        pytest.param(OUTPUT, 'slimpipe', marks=pytest.mark.full),
-    ],
+@some(
+    'layers, schedule',
+    [(OUTPUT, 'zb-v'), (TIED, 'zb-v')],
+    *product(ALL, HOSTS),
+    (OUTPUT, 'slimpipe'),
 )
 def test_nvidias_loop(ranks, stock, tmp_path, layers, schedule):
     go_on(ranks, stock, tmp_path, layers, schedule)
@@ -118,17 +107,11 @@ def test_nvidias_loop_with(ranks, stock, tmp_path, layers, schedule, option):
     go_on(ranks, stock, tmp_path, layers, schedule, *OPTIONS[option])
 
 
-@pytest.mark.parametrize(
-    ('layers', 'schedule', 'sliced'),
-    [
-        (OUTPUT, 'zb-v', []),
-        (BOTH, '1f1b', ['--pipeline-slices', 4]),
-        *(
-            pytest.param(layers, schedule, sliced, marks=pytest.mark.full)
-            for layers, schedule in ((OUTPUT, '1f1b'), (BOTH, 'zb-v'))
-            for sliced in ([], ['--pipeline-slices', 4])
-        ),
-    ],
+@some(
+    'layers, schedule, sliced',
+    [(OUTPUT, 'zb-v', []), (BOTH, '1f1b', IN_SLICES)],
+    *((OUTPUT, '1f1b', sliced) for sliced in ([], IN_SLICES)),
+    *((BOTH, 'zb-v', sliced) for sliced in ([], IN_SLICES)),
 )
 def test_forwards_that_run_again(ranks, layers, schedule, sliced):
     """To the bit as with activations kept: losses are scaled, in a forward that saves nothing."""
@@ -138,18 +121,7 @@ def test_forwards_that_run_again(ranks, layers, schedule, sliced):
 
 
 @supports("NVIDIA's loop: {layers} on all ranks, from scratch", outcome=TOLERANCE)
-@pytest.mark.parametrize(
-    ('layers', 'schedule'),
-    [
-        (OUTPUT, 'zb-v'),
-        *(
-            pytest.param(layers, schedule, marks=pytest.mark.full)
-            for layers in ALL
-            for schedule in ('1f1b', 'zb-v')
-            if (layers, schedule) != (OUTPUT, 'zb-v')
-        ),
-    ],
-)
+@some('layers, schedule', [(OUTPUT, 'zb-v')], *product(ALL, ('1f1b', 'zb-v')))
 def test_from_scratch(ranks, stock, layers, schedule):
     """Weights begin as stock draws them."""
     layers, _, tied = layers.partition(', ')
@@ -169,7 +141,7 @@ def test_words_that_ranks_do_not_divide(ranks):
 
 
 @supports("NVIDIA's loop: measures, plans and switches: {layers} on all ranks", 'auto')
-@pytest.mark.parametrize('layers', [OUTPUT, pytest.param(BOTH, marks=pytest.mark.full)])
+@some('layers', [OUTPUT], BOTH)
 def test_auto(ranks, layers):
     """It switches for sure, and goes on to the bit of 1F1B with the same layers on all ranks."""
     flags = [*PIPELINE, *NO_CLIPPING, *UNTIED, '--global-batch-size', 4, '--train-iters', 13]
@@ -183,3 +155,56 @@ def test_auto(ranks, layers):
     planned, compared, partition = ours.reported[0]
     assert 'switches' in planned and 'whole output layer on its last rank' in planned
     assert 'ms with the planned schedule' in compared and 'output layer on all ranks' in partition
+
+
+FP32 = ['--transformer-impl', 'transformer_engine', '--position-embedding-type', 'rope']
+HYBRID = SCRIPT.with_name('pretrain_hybrid.py')  # in a checkout
+
+
+@pytest.fixture(scope='module')
+def trained(te_ranks, tmp_path_factory):
+    """`trained(case, tied, schedule, layers)`: stock's three iterations, or two from the first."""
+    if te_ranks(2).run(model_of_a_pattern)[0] is None:
+        absent('from 0.18 on')
+
+    def hybrid(*flags):
+        return run(te_ranks(2), *flags, script=HYBRID if HYBRID.exists() else SCRIPT)
+
+    def of_case(case, tied):
+        pattern, *more = PATTERNS[case]
+        flags = [*FP32, *NO_CLIPPING, *more, '--global-batch-size', 4, '--train-iters', 3]
+        flags += ['--num-layers', 8, '--pipeline-model-parallel-size', 2]
+        flags += [] if tied else UNTIED
+        return [*SPEC, *flags, '--hybrid-layer-pattern'], pattern
+
+    @functools.cache
+    def stock(case, tied):
+        folder = tmp_path_factory.mktemp('stock')
+        flags, pattern = of_case(case, tied)
+        return hybrid(*flags, segments(pattern, 2), '--save', folder, '--save-interval', 1), folder
+
+    @functools.cache
+    def made(case, tied, schedule=None, layers=OUTPUT):
+        expected, folder = stock(case, tied)
+        if schedule is None:
+            return expected
+        flags, pattern = of_case(case, tied)
+        asked = ['--pipeline-schedule', schedule, FLAG, layers]
+        return hybrid(*flags, pattern, *asked, '--load', folder, '--ckpt-step', 1)
+
+    return made
+
+
+@supports("NVIDIA's loop: {layers} on all ranks, hybrid model, {case}", outcome=TOLERANCE)
+@some(
+    'layers, schedule, case',
+    [(OUTPUT, 'zb-v', 'experts'), (TIED, 'zb-v', 'attention and MLP')],
+    *product(ALL, ('zb-h1', 'interleaved', 'zb-v'), ('experts', 'attention and MLP')),
+)
+def test_close_to_stock(trained, layers, schedule, case):
+    """From a checkpoint of Megatron's own 1F1B, in fp32; all schedules are alike to the bit."""
+    layers, _, tied = layers.partition(', ')
+    found = trained(case, bool(tied), schedule, layers)
+    near(found, trained(case, bool(tied)), 1)
+    assert len(since(1, found.losses)) == 2
+    require_same(trained(case, bool(tied), '1f1b', layers), found)

@@ -1,9 +1,9 @@
 """Blocking S has the bits of Megatron's tensor-parallel head, and S and T are close to it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+import torch.distributed as dist
+from example import forget_groups
 from models import Job
 
 RANKS = 4
@@ -12,12 +12,10 @@ TYPES = torch.float32, torch.bfloat16
 
 def three(pipeline, tensor):
     """Runs on a rank: by type, blocking S over the pipeline's ranks, S and T, and Megatron's head.
-
-    That is of tensor parallelism over the same ranks. All have the same weights and hidden states.
-    """
+    That is of tensor parallelism over the same ranks. All have the same weights and hidden
+    states."""
     import pretrain_gpt as script
     from blocking_head import Head, blocking, of_tensor_parallelism
-    from example import forget_groups
     from megatron.core import parallel_state
 
     heads = {dtype: Head.draw(dtype) for dtype in TYPES}
@@ -37,12 +35,11 @@ def three(pipeline, tensor):
 
 def in_two_passes(head, group):
     """S and T of Algorithm 2, with the collectives between them."""
-    import torch.distributed as dist
     from blocking_head import Found
 
     from megatron_zbpp.mcore.techniques import vocabulary_shards as vocabulary
     from megatron_zbpp.mcore.techniques.split_vocabulary import shard_of
-    from megatron_zbpp.mcore.techniques.vocabulary_division import divide
+    from megatron_zbpp.mcore.techniques.vocabulary_shards import divide
 
     model = head.model(group.rank() == RANKS - 1, pipeline_model_parallel_size=RANKS)
     divide(model)

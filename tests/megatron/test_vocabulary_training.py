@@ -1,19 +1,48 @@
-"""The output layer on all pipeline ranks in training: close to stock, all schedules to the bit."""
-
-from __future__ import annotations
+"""The output layer on all pipeline ranks: close to stock, all schedules to the bit."""
 
 import functools
+import itertools
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import report
 import torch
+import torch.distributed as dist
 from entered import entered
-from grids import grid
+from example import forget_groups
+from grids import grid, some
 from models import Job, assert_same, reference, train
+from outcome import error_of
 from supported import TOLERANCE, supports
 from test_sliced_models import UNTIED, close
+
+import megatron_zbpp
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.ir import F, Pass
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.mcore.iteration.stages import Arguments, Call, ModelStage
+from megatron_zbpp.mcore.techniques import split_embedding as embedding
+from megatron_zbpp.mcore.techniques import vocabulary_shards as vocabulary
+from megatron_zbpp.mcore.techniques.vocabulary_shards import divide
+from megatron_zbpp.runtime.weight_grads import WeightGradStore
+from megatron_zbpp.schedules import build
+from megatron_zbpp.techniques import ASKED
+from megatron_zbpp.techniques.composition import (
+    ADDED,
+    CLASHES,
+    EMBEDDING,
+    SLICED,
+    TRAINED,
+    VOCABULARY,
+    techniques_of,
+)
+from megatron_zbpp.techniques.evict import with_eviction
+from megatron_zbpp.techniques.vocabulary.graph import S, T
+from megatron_zbpp.techniques.vocabulary.place import with_embedding, with_shards
 
 OUTPUT, BOTH = 'output', 'input+output'
 WEIGHTS = ('output_layer', 'weight'), ('embedding', 'word_embeddings.weight')
@@ -23,10 +52,6 @@ few = functools.partial(Job, te=False, iterations=2, microbatches=4, evaluation=
 def train_in_shards(layers, slices, job, argv, **techniques):
     """`train`; whole layers are drawn, and then divided."""
     import pretrain_gpt as script
-    import report
-
-    import megatron_zbpp
-    from megatron_zbpp.mcore.techniques import vocabulary_division as vocabulary
 
     seed = script.parse_args(argv).seed
     draw, divide, by_layer = script.draw_weights, vocabulary.divide, report.by_layer
@@ -120,12 +145,8 @@ def compare(found, stock, job, tied=False):
 HOSTS = ('1f1b', 'zb-v', 'zb-h1')
 
 
-@pytest.mark.shared
 @supports('the output layer on all ranks: GPT', '{schedule}', TOLERANCE)
-@pytest.mark.parametrize(
-    'schedule',
-    [*HOSTS, *(pytest.param(n, marks=pytest.mark.full) for n in ('v-half', 'interleaved'))],
-)
+@some('schedule', HOSTS, 'v-half', 'interleaved')
 def test_close_to_stock(trained, schedule):
     """And all schedules alike."""
     job = few()
@@ -134,7 +155,6 @@ def test_close_to_stock(trained, schedule):
     assert_same(of_ranks(found), of_ranks(trained(job, HOSTS[0])), job.iterations)
 
 
-@pytest.mark.shared
 @supports('the output layer on all ranks, in {slices} slices: GPT', '{schedule}', TOLERANCE)
 @grid(schedule=(*HOSTS[:2], 'slimpipe'), slices=(4, '5,3,6,2'))
 def test_slices_close_to_stock(trained, schedule, slices):
@@ -145,7 +165,6 @@ def test_slices_close_to_stock(trained, schedule, slices):
     assert_same(of_ranks(found), of_ranks(trained(job, HOSTS[0], slices)), job.iterations)
 
 
-@pytest.mark.shared
 @supports('the output layer on all ranks, beside {technique}: GPT', '{schedule}', TOLERANCE)
 @grid(technique=('recompute', 'offload'), schedule=('1f1b', 'zb-v'), slices=(4, None))
 def test_activations_elsewhere(trained, technique, schedule, slices):
@@ -156,21 +175,11 @@ def test_activations_elsewhere(trained, technique, schedule, slices):
     assert_same(of_ranks(found), of_ranks(kept), job.iterations)
 
 
-@pytest.mark.shared
 @supports('the output layer and the embedding on all ranks: {layers} GPT', '{schedule}', TOLERANCE)
-@pytest.mark.parametrize(
-    ('layers', 'schedule'),
-    [
-        ('tied', 'zb-v'),
-        ('tied', '1f1b'),
-        ('untied', '1f1b'),
-        *(
-            pytest.param(layers, name, marks=pytest.mark.full)
-            for layers in ('untied', 'tied')
-            for name in ('zb-v', 'zb-h1', 'interleaved')
-            if (layers, name) != ('tied', 'zb-v')
-        ),
-    ],
+@some(
+    'layers, schedule',
+    [('tied', 'zb-v'), ('tied', '1f1b'), ('untied', '1f1b')],
+    *product(('untied', 'tied'), ('zb-v', 'zb-h1', 'interleaved')),
 )
 def test_both_layers(trained, layers, schedule):
     """Close to stock, and all schedules alike."""
@@ -181,7 +190,6 @@ def test_both_layers(trained, layers, schedule):
     assert_same(of_ranks(found, BOTH), of_ranks(alike, BOTH), job.iterations)
 
 
-@pytest.mark.shared
 @supports(
     'the output layer and the embedding on all ranks, beside {technique}, {slices} slices: '
     '{layers} GPT',
@@ -204,7 +212,7 @@ def test_both_layers_beside_others(trained, technique, slices, schedule, layers)
     assert_same(of_ranks(found, BOTH), of_ranks(alike, BOTH), job.iterations)
 
 
-@pytest.mark.parametrize('schedule', ['zb-v', pytest.param('1f1b', marks=pytest.mark.full)])
+@some('schedule', ['zb-v'], '1f1b')
 def test_without_the_flag_no_function_of_it_is_called(ranks, data, schedule):
     """By pass, message, layer or step; with the flag all of its files are."""
     job = replace(few(), evaluation=False)
@@ -213,7 +221,7 @@ def test_without_the_flag_no_function_of_it_is_called(ranks, data, schedule):
     without, beside = (ranks(job.size).run(entered, how, job, argv) for how in (train, divided))
     for plain, sharded in zip(without, beside, strict=True):
         own = {file for file in sharded if 'vocabulary' in file or 'embedding' in file}
-        parts = 'split_vocabulary', 'vocabulary_shards', 'vocabulary_division', 'split_embedding'
+        parts = 'split_vocabulary', 'vocabulary_shards', 'split_embedding'
         assert own >= {f'mcore/techniques/{part}.py' for part in parts}
         own |= {'runtime/collectives.py'}
         assert own < sharded.keys() and not own & plain.keys()
@@ -233,13 +241,11 @@ def test_tensor_parallelism(trained):
 
 
 @supports('the output layer and the embedding on all ranks: {case}', '1f1b', TOLERANCE)
-@pytest.mark.parametrize(
+@some(
     'case',
-    [
-        'tied, tensor parallelism, loss by token',
-        pytest.param('bf16, distributed optimizer', marks=pytest.mark.full),
-        pytest.param('learned positions', marks=pytest.mark.full),
-    ],
+    ['tied, tensor parallelism, loss by token'],
+    'bf16, distributed optimizer',
+    'learned positions',
 )
 def test_both_layers_of(trained, case):
     cases = {
@@ -279,22 +285,11 @@ def test_te_layers(te_ranks, data, kind):
 
 def first_call(argv):
     """Runs on a rank that is a whole pipeline: what is said of what cannot be, and of the cures."""
-    from types import SimpleNamespace
-
     import pretrain_gpt as script
-    import torch.distributed as dist
-    from example import forget_groups
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_zbpp.ir import F, Pass
-    from megatron_zbpp.mcore.iteration.arguments import Arguments
-    from megatron_zbpp.mcore.iteration.stages import Call, ModelStage
-    from megatron_zbpp.mcore.techniques import split_embedding as embedding
     from megatron_zbpp.mcore.techniques import split_vocabulary as vocabulary
-    from megatron_zbpp.mcore.techniques.vocabulary_division import divide
-    from megatron_zbpp.runtime.weight_grads import WeightGradStore
-    from megatron_zbpp.techniques.vocabulary.graph import S, T
 
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
 
@@ -319,13 +314,6 @@ def first_call(argv):
 
     def as_on_all(found, own, group):
         found[:] = [own] * len(found)
-
-    def told(function, *args, **kwargs):
-        try:
-            function(*args, **kwargs)
-        except (NotImplementedError, ValueError) as error:
-            return str(error)
-        return None
 
     tokens = torch.arange(4)[None]
 
@@ -376,20 +364,21 @@ def first_call(argv):
     script.initialize(script.parse_args(argv))
     try:
         return {
-            'good': told(passes, step(torch.sum)) or told(required, False, built()),
-            'no linear loss': told(passes, step(lambda losses: losses.square().sum())),
-            'no labels': told(passes, step(torch.sum, labels=None)),
-            'a changed output': told(passes, step(torch.sum, change=lambda output: 2 * output)),
-            'no tokens': told(read, tokens) or told(read, None),
-            'the embedding by itself': told(model_alone, built(both=True)),
-            'by itself': told(model_alone, built()) or str(told(model_alone, built(divided=False))),
-            'other data': told(required, True, built()),
-            'no shards': told(required, False, built(divided=False)),
-            'words': told(built, ranks=5) or str(told(built, ranks=3, divided=False)),
-            'tied': told(built, share_embeddings_and_output_weights=True),
-            'a loss of its own': told(built, of=Own),
-            'gathered': told(built, parallel_output=False),
-            'capped': told(built, of=Capped),
+            'good': error_of(passes, step(torch.sum)) or error_of(required, False, built()),
+            'no linear loss': error_of(passes, step(lambda losses: losses.square().sum())),
+            'no labels': error_of(passes, step(torch.sum, labels=None)),
+            'a changed output': error_of(passes, step(torch.sum, change=lambda output: 2 * output)),
+            'no tokens': error_of(read, tokens) or error_of(read, None),
+            'the embedding by itself': error_of(model_alone, built(both=True)),
+            'by itself': error_of(model_alone, built())
+            or str(error_of(model_alone, built(divided=False))),
+            'other data': error_of(required, True, built()),
+            'no shards': error_of(required, False, built(divided=False)),
+            'words': error_of(built, ranks=5) or str(error_of(built, ranks=3, divided=False)),
+            'tied': error_of(built, share_embeddings_and_output_weights=True),
+            'a loss of its own': error_of(built, of=Own),
+            'gathered': error_of(built, parallel_output=False),
+            'capped': error_of(built, of=Capped),
         }
     finally:
         forget_groups()
@@ -416,12 +405,8 @@ SAID = {
 def layer_of_its_own(argv):
     """Runs on each of two ranks: what is said where the last one has an output layer of its own."""
     import pretrain_gpt as script
-    import torch.distributed as dist
     from blocking_head import Head
-    from example import forget_groups
     from megatron.core.tensor_parallel import ColumnParallelLinear
-
-    from megatron_zbpp.mcore.techniques.vocabulary_division import divide
 
     class Capped(ColumnParallelLinear):
         pass
@@ -452,3 +437,41 @@ def test_refused_at_the_first_call(ranks, data):
     for name, said in SAID.items():
         assert said in found[name]
         assert 'leave out --pipeline-vocab-parallel' in found[name]
+
+
+LAYERS = {VOCABULARY: OUTPUT, EMBEDDING: BOTH}
+PAIRS = [
+    pair
+    for pair in itertools.product(TRAINED, ADDED)
+    if LAYERS.keys() & {*pair} and pair not in CLASHES
+]
+HOST, SLICES = 'zb-v', 4
+
+
+def evicting(layers, job, folder):
+    """A file of a schedule with shards that keeps some of a rank's activations on its partner."""
+    schedule = with_shards(build(HOST, job.pp, job.microbatches))
+    schedule = with_embedding(schedule) if layers == BOTH else schedule
+    costs = Costs.uniform(schedule.placement).with_times(S=(0.0,) * 6, T=(0.0,) * 6)
+    limits = [0.6 * peak(schedule, costs)[0], *(99.0,) * (job.pp - 1)]
+    made = with_eviction(schedule, range(schedule.num_stages), costs, limits)
+    assert 'evict' in techniques_of(made)
+    file = folder / 'evicting.json'
+    file.write_text(made.to_json())
+    return str(file)
+
+
+@supports('{has}, beside {added}: GPT', HOST)
+@some('has, added', [pair for pair in PAIRS if 'evict' in pair], *PAIRS)
+def test_to_the_bit(trained, tmp_path, has, added):
+    """As the output layer on all ranks by itself, in the same slices, under another schedule."""
+    pair, job = (has, added), few()
+    own = job
+    layers = BOTH if EMBEDDING in pair else OUTPUT
+    slices = SLICES if SLICED in pair else None
+    if 'evict' in pair:
+        own = replace(job, file=evicting(layers, job, tmp_path))
+    more = {name: 'all' for name in pair if name in ASKED}
+    found = trained(own, HOST, slices, layers, False, **more)
+    plain = trained(job, '1f1b', slices, layers, False)
+    assert_same(of_ranks(found, layers), of_ranks(plain, layers), job.iterations)

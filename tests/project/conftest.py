@@ -1,7 +1,5 @@
 """What surrounds the package: no release of Megatron decides it."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,14 +1,12 @@
 """The examples in docstrings are true."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 
 import pytest
 from paths import ROOT
 
-from megatron_zbpp.ir.grid import grid
+from megatron_zbpp.ir.schedule import grid
 
 MODULES = [
     '.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__')
@@ -18,7 +16,7 @@ MODULES = [
 
 
 @pytest.mark.parametrize('name', MODULES)
-def test_doctest(name: str):
+def test_doctest(name):
     """Drawings of schedules have `grid` at hand."""
     result = doctest.testmod(importlib.import_module(name), extraglobs={'grid': grid})
     assert result.attempted and not result.failed

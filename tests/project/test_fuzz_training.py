@@ -1,7 +1,5 @@
 """What is drawn for random trainings, what is promised of it, and how its script is called."""
 
-from __future__ import annotations
-
 import sys
 
 import compositions
@@ -13,12 +11,9 @@ from ranks import RankError
 DRAWN = [compositions.draw(seed) for seed in range(1500)]
 
 
-def test_a_seed_always_gives_the_same():
-    assert [compositions.draw(seed) for seed in range(50)] == DRAWN[:50]
-
-
 def test_everything_is_drawn():
-    """Each schedule, model, technique and event, and each pair of techniques."""
+    assert [compositions.draw(seed) for seed in range(50)] == DRAWN[:50]
+    # each schedule, model, technique and event, and each pair of techniques
     assert {each.schedule for each in DRAWN} == {*compositions.SCHEDULES}
     assert {each.words[1] for each in DRAWN} == {*compositions.MODELS}
     assert {each.event for each in DRAWN} == {*compositions.EVENTS}
@@ -42,9 +37,6 @@ def test_the_docs_say_what_is_promised():
     for promise in promised:
         page = ' '.join((ROOT / 'docs' / promise.page).read_text().split())
         assert promise.quote in page, promise
-
-
-def test_the_table_of_pairs_is_read():
     assert compositions.pairs()['offload', 'evict'] == 'to the bit'
     assert compositions.pairs()['overlap', 'offload'].startswith('refused: Megatron frees')
     assert {row for row, _ in compositions.pairs()} >= {'sliced', 'split_vocabulary'}

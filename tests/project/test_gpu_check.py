@@ -1,12 +1,10 @@
 """scripts/gpu_check.sh on a machine that only looks as if it had a GPU; and its rehearsal."""
 
-from __future__ import annotations
-
+import json
 import os
 import re
-import shutil
-import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -14,27 +12,12 @@ from commands import run
 from gpu import CUDA
 from paths import ROOT
 
-from benchmarks.one_gpu import REHEARSAL
+from benchmarks.one_gpu import REHEARSAL, ddp_race, nccl, ranks
 
 SCRIPT = ROOT / 'scripts' / 'gpu_check.sh'
+# stands for the interpreter: writes down what it is to run; a virtual environment has it, too
+PYTHON = Path(__file__).with_name('stand_in_python.sh').read_text()
 KERNELS = ('torch', 'flash', 'cuDNN', 'unfused')
-
-# Stands for the interpreter: writes down what it is to run; a virtual environment has it, too.
-PYTHON = """#!/bin/bash
-echo "$*" >> "$CALLS"
-case "$*" in
-    '-m venv '*) mkdir -p "$VENV/bin" && cp "$0" "$VENV/bin/python" ;;
-    *'import transformer_engine'*) [ "$TE" = yes ] ;;
-    *"find_spec('$LACKS')"*) exit 1 ;;
-    *"$HANGS"*) sleep 60 ;;
-    '-m pytest'*)
-        echo '=== 3 passed in 0.1s ==='
-        case "$*" in *"$FAILS"*) exit 1 ;; esac
-        ;;
-    scripts/benchmark_gpt.py*) echo 'a table' ;;
-    -c*) echo Python 3 ;;
-esac
-"""
 
 
 @pytest.fixture
@@ -85,26 +68,33 @@ def test_order(check):
     assert 'commit them: git add' in done.stderr
 
 
-def test_without_transformer_engine(check):
-    done, ran, report = check(te='no')
-    assert done.returncode == 0 and len(ran) == 12
-    assert 'Transformer Engine: not run: it cannot be imported' in report
+SPINNING = '- spinning receives and waiting sends: done'
 
 
-def test_a_failure_is_told(check):
-    """And does not keep the rest from running."""
-    done, ran, report = check(fails='-m gpu')
-    assert done.returncode == 1 and len(ran) == 14
-    assert '- tests on a GPU: FAILED (1): ' in report and '3 passed' in report
-
-
-def test_stages(check):
-    """Those that are named, and no others."""
-    done, ran, report = check(STAGES='streams micro')
-    assert done.returncode == 0, done.stderr
-    assert ran[:2] == ['-m benchmarks.one_gpu.ddp_race', '-m benchmarks.one_gpu.spinning']
-    assert len(ran) == 4
-    assert '- spinning receives and waiting sends: done' in report
+@pytest.mark.parametrize(
+    ('given', 'status', 'number', 'said'),
+    [
+        ({'te': 'no'}, 0, 12, ['Transformer Engine: not run: it cannot be imported']),
+        # a failure does not keep the rest from running
+        ({'fails': '-m gpu'}, 1, 14, ['- tests on a GPU: FAILED (1): ', '3 passed']),
+        ({'STAGES': 'streams micro'}, 0, 4, [SPINNING]),
+        # what does not end is ended, told, and the next begins
+        (
+            {'STAGES': 'streams micro', 'LIMIT': '6', 'HANGS': 'ddp_race'},
+            *(1, 4, ['waits for W: FAILED: not done after 6 s', SPINNING]),
+        ),
+        # refused before anything runs
+        ({'STAGES': 'streams streems'}, 2, 0, ['STAGES has streems: give some of']),
+    ],
+    ids=['no TE', 'failure', 'stages', 'hangs', 'no stage'],
+)
+def test_stages(check, given, status, number, said):
+    done, ran, report = check(**given)
+    assert (done.returncode, len(ran)) == (status, number), done.stderr
+    assert (report is None) == (not number)
+    assert all(each in (report or done.stderr) for each in said)
+    if 'streams' in given.get('STAGES', '') and number:
+        assert ran[:2] == ['-m benchmarks.one_gpu.ddp_race', '-m benchmarks.one_gpu.spinning']
 
 
 def test_earlier_results_stay(check, tmp_path):
@@ -115,21 +105,6 @@ def test_earlier_results_stay(check, tmp_path):
     check(STAGES='micro')
     second = first.with_name(f'{first.stem}-2.md')
     assert first.read_text() == said and 'copies both ways' in second.read_text()
-
-
-def test_a_stage_that_is_none(check):
-    """It is refused before anything runs."""
-    done, ran, report = check(STAGES='streams streems')
-    assert done.returncode == 2 and not ran and report is None
-    assert 'STAGES has streems: give some of' in done.stderr
-
-
-def test_a_stage_that_does_not_end(check):
-    """It is ended, told, and the next begins."""
-    done, ran, report = check(STAGES='streams micro', LIMIT='6', HANGS='ddp_race')
-    assert done.returncode == 1 and len(ran) == 4
-    assert 'waits for W: FAILED: not done after 6 s' in report
-    assert '- spinning receives and waiting sends: done' in report
 
 
 def test_without_a_virtual_environment(check, tmp_path):
@@ -154,7 +129,7 @@ REHEARSED = {
     'micro': (REHEARSAL, 'nothing spins here', 'two streams: ', 'validated later ms'),
     'slices': (REHEARSAL, 'torch: slices differ by', 'right', 'flash: Transformer Engine', 'ms'),
     'shards': (REHEARSAL, 'S: ', 'T: ', 'reduction of the gradient, 2 ranks: ', 'right'),
-    'stage': ('predicted', 'zb-v'),
+    'stage': ('Rows of kind predicted', 'rehearsal-without-a-GPU.json', 'split/fused'),
 }
 LONG = ('nccl', 'slices', 'shards')
 
@@ -176,6 +151,9 @@ def test_rehearsal(tmp_path, stage):
     said = report.read_text()
     assert said.startswith('# rehearsal without a GPU') and 'Nothing here was run on a GPU' in said
     assert all(words in said for words in REHEARSED[stage]), said
+    if stage == 'stage':
+        rows = json.loads(report.with_suffix('.json').read_text())['rows']
+        assert ('predicted', 'zb-v') in {(row['kind'], row['schedule']) for row in rows}
     done = re.findall('^- .*: done$', said, re.M)
     assert len(done) == {'micro': 3, 'slices': 4}.get(stage, 1), said
     assert not list((tmp_path / 'venv').iterdir()), 'nothing had to be installed'
@@ -186,9 +164,78 @@ def test_what_it_names_is_there():
         assert (ROOT / path).exists(), path
 
 
-def test_shellcheck():
-    beside = Path(sys.executable).with_name('shellcheck')
-    shellcheck = beside if beside.exists() else shutil.which('shellcheck')
-    assert shellcheck, "no shellcheck: pip install -e '.[dev]'"
-    done = subprocess.run([shellcheck, SCRIPT], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+# ---- benchmarks/one_gpu tells what fails: ranks that end, ranks that hang, other bits.
+
+
+SLEEPS = ['-c', 'import time; time.sleep(600)']
+SAYS = ['-c', 'import os; print(os.environ["NCCL_HOSTID"], os.environ["LOCAL_RANK"])']
+
+
+def test_each_rank_is_a_host_of_its_own(tmp_path):
+    """On the first GPU: NCCL asks host and GPU together, and takes sockets."""
+    assert ranks.run(2, SAYS, tmp_path, 120) == ''
+    said = [(tmp_path / f'rank{rank}.log').read_text() for rank in range(2)]
+    assert said == ['host0 0\n', 'host1 0\n']
+
+
+@pytest.mark.parametrize(
+    ('words', 'seconds', 'said'),
+    [
+        (SLEEPS, 1, 'ranks [0, 1] hang: they had not ended after 1 s'),
+        (['-c', 'import os, sys; sys.exit(3 * int(os.environ["RANK"]))'], 120, 'rank 1 ended with'),
+    ],
+    ids=['hang', 'end'],
+)
+def test_ranks_that_fail(tmp_path, words, seconds, said):
+    assert ranks.run(2, words, tmp_path, seconds).startswith(said)
+
+
+@pytest.mark.parametrize('differs', [None, 'loss', 'parameters_sha256', 'optimizer_sha256'])
+def test_other_bits_are_told(tmp_path, monkeypatch, capsys, differs):
+    """Of losses, parameters and the optimizer's state."""
+
+    def train(size, words, logs, seconds, **more):
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / 'rank0.log').write_text('memory: 5\n')
+        names = {'loss': 'a', 'parameters_sha256': {'0': 'b'}, 'optimizer_sha256': {'0': 'c'}}
+        if differs and 'zb-v' in words:
+            names[differs] = 'other'
+        hashes = {name: value for name, value in names.items() if name != 'loss'}
+        lines = [{'loss': names['loss']}, hashes]
+        (logs / 'metrics.jsonl').write_text('\n'.join(map(json.dumps, lines)))
+        return ''
+
+    monkeypatch.setattr(ranks, 'run', train)
+    args = Namespace(only=['zb-h1', 'zb-v'], logs=tmp_path, iterations=1, seconds=1)
+    fine = nccl.run_case(nccl.CASES[0], args, tmp_path)
+    assert fine == (differs is None)
+    out = capsys.readouterr().out
+    assert 'p2, zb-h1: done memory: 5' in out
+    assert ('zb-v: FAILED: not the bits of the reference' in out) == (differs is not None)
+
+
+@pytest.mark.parametrize('case', nccl.CASES, ids=lambda case: case.name)
+def test_flags_are_the_examples(case, tmp_path, monkeypatch):
+    """Each training that is planned is one that the example takes."""
+    monkeypatch.syspath_prepend(str(ranks.ROOT / 'examples' / 'gpt'))
+    import command_line
+
+    monkeypatch.setenv('WORLD_SIZE', str(case.num_ranks))
+    for schedule in ('megatron', *case.schedules):
+        words = case.words(schedule, tmp_path / 'metrics', tmp_path / 'text', 6)
+        args = command_line.parse_args(words[1:])
+        assert (args.pipeline_model_parallel_size, args.data_parallel_size) == case.sizes[::2]
+
+
+def test_the_defect_is_expected_on_a_gpu(monkeypatch, capsys):
+    """A race that does not show proves nothing: it is told, and fails."""
+    monkeypatch.setattr(ddp_race.torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(ddp_race.torch.cuda, 'get_device_name', lambda: 'made up')
+    for early, code in ((0.0, 0), (1.0, 1)):
+
+        def reduced(device, defined, side, early=early):
+            return early if side and not defined else 1.0
+
+        monkeypatch.setattr(ddp_race, 'reduced', reduced)
+        assert ddp_race.main() == code
+        assert ('NOT AS EXPECTED' in capsys.readouterr().out) == bool(code)

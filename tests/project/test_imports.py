@@ -1,7 +1,6 @@
 """What is imported when: what a training does not ask for is not loaded."""
 
-from __future__ import annotations
-
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -14,7 +13,8 @@ from commands import run
 from paths import ROOT
 
 import megatron_zbpp
-from megatron_zbpp.schedules import build, find, registry
+from megatron_zbpp import build
+from megatron_zbpp.schedules import find, registry
 from megatron_zbpp.techniques.composition import techniques_of
 
 pytestmark = pytest.mark.each_release
@@ -43,18 +43,12 @@ def rooms(modules: set[str]) -> set[str]:
     return {name.partition('.')[0] for name in modules}
 
 
-def test_the_package_alone_imports_next_to_nothing():
-    assert rooms(loaded('import megatron_zbpp')) == {'mcore', 'version'}
-
-
-def test_options_need_neither_torch_nor_megatron():
-    """So that `zbpp --help`, `help(enable)` and the docs show them wherever they are read."""
+def test_little_is_imported_before_it_is_read():
+    assert rooms(loaded('import megatron_zbpp')) == {'version'}
+    # so that `zbpp --help`, `help(enable)` and the docs show them wherever they are read
     none = "sys.modules |= dict.fromkeys(('torch', 'megatron', 'numpy'))"
     flags = 'from megatron_zbpp.mcore.command_line import flags'
     assert 'mcore.settings' in loaded(f'{none}; {flags}; from megatron_zbpp import cli, enable')
-
-
-def test_names_are_imported_when_they_are_read():
     assert 'planner.plans' in loaded('from megatron_zbpp import plan')
     assert 'simulate' in dir(megatron_zbpp)
     with pytest.raises(AttributeError, match="'megatron_zbpp' has no attribute 'simulated'"):
@@ -81,8 +75,10 @@ def test_a_training_loads_no_search_no_picture_and_no_guest():
     assert not rooms(modules) & SEARCHES
     assert guests(modules) == GUESTS
     assert families(modules) == {'catalogue.recommended'}, 'the order is made with the model'
-    idle = {'techniques.offload.place', 'techniques.recompute.place', 'runtime.activations.store'}
+    idle = {'techniques.offload', 'techniques.recompute', 'runtime.activations.store'}
     assert not modules & idle, 'nothing is offloaded, and nothing runs again'
+    guards = {name for name in modules if name.startswith('runtime.guard.')}
+    assert guards == {'runtime.guard.agreement'}, 'nothing is watched'
     divided = {name for name in modules if 'vocabulary' in name or name == 'runtime.collectives'}
     assert not divided, 'the output layer is whole'
 
@@ -93,9 +89,8 @@ def test_a_session_needs_little_of_the_house():
     modules = loaded('import megatron_zbpp.mcore.session')
     assert not rooms(modules) & SEARCHES and not families(modules)
     assert {name for name in modules if name.startswith('mcore.')} == {
-        *(f'mcore.{name}' for name in ('enabled', 'faces', 'guests', 'lowered', 'options')),
-        *(f'mcore.{name}' for name in ('own_offloading', 'problems', 'program_cache', 'programs')),
-        *(f'mcore.{name}' for name in ('session', 'settings')),
+        *(f'mcore.{name}' for name in ('faces', 'lowered', 'model_settings')),
+        *(f'mcore.{name}' for name in ('options', 'programs', 'session', 'settings')),
     }
 
 
@@ -106,7 +101,7 @@ def test_a_session_needs_little_of_the_house():
         ("'auto'", {'auto_plan', 'background_search', 'measurements'}, {'planner', 'partitioning'}),
         ("'zb-h1', offload='auto'", {'offload_tuner', 'measurements'}, set()),
         ("'zb-h1', trace_dir='no/such/folder'", {'tracing'}, {'render'}),
-        ("'zb-h1').side_task(None, 1.0", {'side_work', 'measurements'}, set()),
+        ("'zb-h1').side_task(None, 1.0", {'side_work'}, set()),
     ],
     ids=['auto', 'offload auto', 'trace_dir', 'side task'],
 )
@@ -128,14 +123,19 @@ def families(modules: set[str]) -> set[str]:
     return names & (orders | TABLES)
 
 
+# Evictions are transfers as those of offload, whose room has PipeOffload's orders, and of slices.
+EVICTION = {f'techniques.{name}' for name in ('evict', 'offload', 'slices.place')}
+EVICTION |= {'loops', 'zero_bubble'}
+
+
 @pytest.mark.parametrize(
     ('line', 'made_by'),
     [
-        ("build('zb-h1', 2, 4)", {'zb_h', 'catalogue.recommended'}),
-        ("build('ZB_h1', 2, 4)", {'zb_h', 'catalogue.recommended'}),
+        ("build('zb-h1', 2, 4)", {'zero_bubble', 'catalogue.recommended'}),
+        ("build('ZB_h1', 2, 4)", {'zero_bubble', 'catalogue.recommended'}),
         ("build('gpipe', 2, 4)", {'whole_backwards', 'catalogue.recommended', 'catalogue.more'}),
-        ("build('bpipe', 2, 4)", {'techniques.evict.place', 'whole_backwards', *TABLES - PAPERS}),
-        ("build('ZBVPP', 2, 4)", {'zb_v', *TABLES}),  # an alias
+        ("build('bpipe', 2, 4)", {'whole_backwards', *EVICTION, *TABLES - PAPERS}),
+        ("build('ZBVPP', 2, 4)", {'zero_bubble', *TABLES}),  # an alias
         ('FAMILIES', TABLES),
     ],
 )
@@ -149,10 +149,7 @@ def test_each_row_says_what_its_order_is():
     for each in registry.own_families(every=True):
         parameters = inspect.signature(each.generate).parameters
         assert each.options == tuple(name for name in registry._OPTIONS if name in parameters)
-        defaults = {
-            'num_chunks': each.default_chunks,
-            'num_slices': each.default_slices,
-        }
+        defaults = {'num_chunks': each.default_chunks, 'num_slices': each.default_slices}
         for name in defaults.keys() & parameters.keys():
             assert parameters[name].default == defaults[name], each.name
         assert 'num_chunks' in parameters or each.default_chunks == each.chunks.start
@@ -162,9 +159,6 @@ def test_each_row_says_what_its_order_is():
         folders = {FOLDERS.get(name, name) for name in techniques_of(schedule)}
         two_way = set() if schedule.placement.is_one_way else {'two_way'}
         assert folders | two_way == {*each.techniques}, each.name
-
-
-def test_each_table_has_the_rows_of_the_index():
     for tier in registry.TIERS:
         table = importlib.import_module(f'megatron_zbpp.schedules.catalogue.{tier}')
         names = [name for of, names in registry._INDEX for name in names if of == tier]
@@ -190,3 +184,48 @@ def test_a_function_that_is_named_by_a_text_is_there(file, name):
     room = '.'.join(file.parent.relative_to(ROOT).parts)
     place = f'{"megatron_zbpp" if of_package else room}.{whole}'
     assert callable(pkgutil.resolve_name(place))
+
+
+# ---- What `megatron_zbpp` exports: all of it there, documented, and enough for the examples.
+
+
+EXAMPLES = sorted((ROOT / 'examples' / 'gpt').glob('*.py'))
+
+
+@pytest.mark.parametrize('name', megatron_zbpp.__all__)
+def test_each_name_is_documented(name):
+    value = getattr(megatron_zbpp, name)
+    if callable(value):
+        assert inspect.getdoc(value), name
+        annotated = inspect.signature(value).return_annotation is not inspect.Signature.empty
+        assert inspect.isclass(value) or annotated, name
+
+
+def test_a_name_of_ours_is_public_or_private():
+    own = {
+        name
+        for name, value in vars(megatron_zbpp).items()
+        if inspect.getmodule(value) is megatron_zbpp and not name.startswith('_')
+    }
+    assert own <= set(megatron_zbpp.__all__)
+
+
+@pytest.mark.parametrize('file', EXAMPLES, ids=lambda file: file.name)
+def test_examples_need_nothing_else(file):
+    """But for the types of what they are given."""
+    tree = ast.parse(file.read_text())
+    modules = [n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+    modules += [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
+    assert {m for m in modules if m and m.startswith('megatron_zbpp')} <= {'megatron_zbpp'}
+    used = {
+        n.attr
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Attribute)
+        and isinstance(n.value, ast.Name)
+        and n.value.id == 'megatron_zbpp'
+    }
+    assert used <= set(megatron_zbpp.__all__)
+
+
+def test_the_small_example_stays_small():
+    assert len((ROOT / 'examples/gpt/minimal.py').read_text().splitlines()) <= 120

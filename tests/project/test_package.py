@@ -1,7 +1,5 @@
 """What is published: the wheel plans, compares and draws by itself; the sources come with tests."""
 
-from __future__ import annotations
-
 import email
 import re
 import shutil
@@ -33,7 +31,7 @@ SHAPE = '--pp 2 --microbatches 4'
 
 
 @pytest.fixture(scope='module')
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory):
     """The folder with a wheel and an archive of the sources."""
     folder = tmp_path_factory.mktemp('dist')
     sources = folder / 'sources'
@@ -49,7 +47,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_wheel_works_alone(built, tmp_path) -> None:
+def test_the_wheel_works_alone(built, tmp_path):
     (wheel,) = built.glob('*.whl')
     assert wheel.name == f'megatron_zbpp-{megatron_zbpp.__version__}-py3-none-any.whl'
     with zipfile.ZipFile(wheel) as archive:
@@ -85,7 +83,7 @@ def test_the_wheel_works_alone(built, tmp_path) -> None:
     assert (tmp_path / 'site/megatron_zbpp/py.typed').exists()
 
 
-def test_the_page_of_the_package(built) -> None:
+def test_the_page_of_the_package(built):
     """Every link of the README leads somewhere from outside the repository; pictures are raw."""
     (wheel,) = built.glob('*.whl')
     with zipfile.ZipFile(wheel) as archive:
@@ -102,7 +100,7 @@ def test_the_page_of_the_package(built) -> None:
     assert all((ROOT / link.partition('/main/')[2].partition('#')[0]).exists() for link in files)
 
 
-def test_the_wheel_holds_every_file(built) -> None:
+def test_the_wheel_holds_every_file(built):
     (wheel,) = built.glob('*.whl')
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -116,7 +114,7 @@ def test_the_wheel_holds_every_file(built) -> None:
     assert held == ours
 
 
-def test_without_development_tools(built, tmp_path) -> None:
+def test_without_development_tools(built, tmp_path):
     """A wheel has no emulated kernels of Transformer Engine: `--cpu` says where they are."""
     (wheel,) = built.glob('*.whl')
     with zipfile.ZipFile(wheel) as archive:
@@ -133,7 +131,7 @@ def test_without_development_tools(built, tmp_path) -> None:
     )
 
 
-def test_the_sources_come_with_tests_examples_and_docs(built) -> None:
+def test_the_sources_come_with_tests_examples_and_docs(built):
     (archive,) = built.glob('*.tar.gz')
     with tarfile.open(archive) as sources:
         held = {name.partition('/')[2] for name in sources.getnames()}

@@ -1,7 +1,5 @@
 """The README and the pages in docs/: their length, their links, what they quote."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import csv
@@ -16,20 +14,18 @@ from types import SimpleNamespace
 
 import pages
 import pytest
-from commands import run
+from forked import run
+from grids import some
 from paths import ROOT
 
 import megatron_zbpp
+from megatron_zbpp import Costs, build, simulate
 from megatron_zbpp.analysis.memory import peak
-from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.cli import benching, main
-from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.mcore.command_line import aliases
-from megatron_zbpp.mcore.command_line.flags import add_arguments
-from megatron_zbpp.mcore.job import rules_table
+from megatron_zbpp.mcore.command_line import flags
+from megatron_zbpp.mcore.job import rules
 from megatron_zbpp.render.planner_page import families
-from megatron_zbpp.schedules import build, own_families
-from megatron_zbpp.schedules.registry import find
+from megatron_zbpp.schedules import find, own_families
 from megatron_zbpp.techniques.slices.balance import Attention, balanced, in_parts
 from megatron_zbpp.techniques.slices.place import in_slices
 from megatron_zbpp.techniques.updates.versions import steady_state
@@ -47,9 +43,12 @@ def test_readme_is_short():
 
 @pytest.mark.parametrize('page', pages.PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
+    """To pages, and to headings of pages."""
     for link in LINK.findall(page.read_text()):
         made = link == docs_gallery.PLANNER  # made while the site is built
         assert made or link.startswith('https://') or (page.parent / link).exists(), link
+    for file, anchor in ANCHOR.findall(page.read_text()):
+        assert anchor in headings(page.parent / file if file else page), (file, anchor)
 
 
 def headings(page):
@@ -60,24 +59,15 @@ def headings(page):
     return {*named, *(re.sub(r'[^\w\- ]', '', t.lower()).replace(' ', '-') for t in found)}
 
 
-@pytest.mark.parametrize('page', pages.PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_headings(page):
-    for file, anchor in ANCHOR.findall(page.read_text()):
-        assert anchor in headings(page.parent / file if file else page), (file, anchor)
-
-
 def test_the_gallery_of_a_checkout():
     """Its links work where no site is built: `python scripts/docs_gallery.py` writes it."""
     assert docs_gallery.PAGE.read_text() == docs_gallery.gallery(with_pictures=False)
     assert {family.name for family in own_families(every=True)} <= headings(docs_gallery.PAGE)
-
-
-def test_the_table_of_refusals_is_what_the_rules_give():
-    """Each with what was tried, or named below the table as what a GPU can."""
+    # each with what was tried, or named below the table as what a GPU can
     page = (ROOT / 'docs' / 'limits.md').read_text()
     assert page == refusals_page.page(), 'run python scripts/refusals_page.py'
     named = set(re.findall(r'`(\w+)`', page.partition('## Refusals left')[2]))
-    assert set(rules_table.settings()) <= named
+    assert set(rules.settings()) <= named
 
 
 @pytest.mark.parametrize(
@@ -95,23 +85,22 @@ def test_glossary_has_the_headings_of_tables(words, capsys):
     assert [name for name in headings if name not in defined] == []
 
 
+def own_flags() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    flags.add_arguments(parser)
+    return parser
+
+
 def test_flags_of_ours_exist():
     """Or are Megatron's: `--pipeline-model-parallel-size` and its like."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    ours = {option for action in parser._actions for option in action.option_strings}
+    ours = {option for action in own_flags()._actions for option in action.option_strings}
     for page in (*pages.PAGES, pages.README):
         named = set(re.findall(r'--pipeline-[a-z][a-z-]*[a-z]', page.read_text()))
         unknown = {flag for flag in named - ours if not flag.startswith('--pipeline-model-')}
         assert not unknown, page
-
-
-def test_the_table_of_flags_is_what_the_options_give():
     page = (ROOT / 'docs' / 'flags.md').read_text()
     assert page == flags_page.page(), 'run python scripts/flags_page.py'
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    (ours, _) = parser._action_groups[2:]
+    (ours, _) = own_flags()._action_groups[2:]
     rows = re.findall(r'^\| `(--[a-z0-9-]+)', page, re.M)
     assert rows == [action.option_strings[0] for action in ours._group_actions]
 
@@ -151,14 +140,12 @@ def test_the_gallery_has_every_family():
     page = docs_gallery.gallery()
     for family in own_families(every=True):
         assert f'## {family.name} {{ #{family.name} }}' in page
-        assert f'| {family.bubble} | {family.memory} | {family.source} |' in page
+        said = f'Bubble: {family.bubble}. Peak memory: {family.memory}. Source: {family.source}.'
+        assert said in page
         assert docs_gallery.picture(family).startswith('<svg')
     assert '| [`1f1b`](#1f1b) | 27.3% | 27.3% | 4 |' in page
     assert '| [`zb-v`](#zb-v) | 0.0% | 5.9% | 4 |' in page
     assert '| [`seq-zb-v`](#seq-zb-v) | 0.0% | 1.5% | 1.75 |' in page
-
-
-def test_the_api_page_has_all_that_is_public():
     page = pages.section(ROOT / 'docs' / 'flags.md', '## API')
     named = re.findall(r'^::: megatron_zbpp\.(\w+)$', page, re.M)
     assert sorted(named) == sorted(set(megatron_zbpp.__all__) - {'__version__'})
@@ -260,9 +247,6 @@ def test_numbers_of_long_context():
             own = replace(costs, comm=float(comm) / (slices if 'its part' in how else 1))
             bubble = simulate(in_slices('zb-v', 8, 4, slices), own).idle_all_ranks
             assert cell == f'{100 * bubble:.1f} %', (how, slices)
-
-
-def test_numbers_of_frozen_weights():
     text = (ROOT / 'docs' / 'choosing.md').read_text()
     bubbles = {}
     for name in ('zb-v', 'interleaved', '1f1b'):
@@ -325,41 +309,48 @@ def test_few_microbatches():
             assert 0.5 <= idle['zb-v'] / idle['zb-h1'] < 0.6, (p, m)
 
 
-def test_numbers_of_shards(capsys):
-    """Tables of large-vocabulary.md: shares, makespans, what a partition loses, bubble and peak."""
-    text = (ROOT / 'docs' / 'large-vocabulary.md').read_text()
+VOCABULARY = (ROOT / 'docs' / 'large-vocabulary.md').read_text()
 
-    def simulated(name, microbatches, share=None):
-        words = ['simulate', '--schedule', name, '--pp', '8', '--microbatches', str(microbatches)]
-        assert main([*words, *(['--vocab-parallel', str(share)] if share else []), '--json']) == 0
-        found = json.loads(capsys.readouterr().out)
-        bubble = found['makespan'] * found['idle_busiest_rank']
-        return found['makespan'], bubble, max(found['peak_activations'])
 
-    for words, cells in re.findall(r'^\| (\d+)k words \|(.+)\|$', text, re.M):
+def with_shards(capsys, name, microbatches, share=None):
+    """Makespan, bubble and peak of a schedule on 8 ranks."""
+    words = ['simulate', '--schedule', name, '--pp', '8', '--microbatches', str(microbatches)]
+    assert main([*words, *(['--vocab-parallel', str(share)] if share else []), '--json']) == 0
+    found = json.loads(capsys.readouterr().out)
+    bubble = found['makespan'] * found['idle_busiest_rank']
+    return found['makespan'], bubble, max(found['peak_activations'])
+
+
+@some('share', ['0.1', '0.5'], '0.05', '0.2', '0.3')
+def test_numbers_of_shards(capsys, share):
+    """Rows of large-vocabulary.md: makespans with shards."""
+    rows = dict(re.findall(r'^\| (0\.\d+) \| [\d.]+ \|(.+)\|$', VOCABULARY, re.M))
+    assert [*rows] == ['0.05', '0.1', '0.2', '0.3', '0.5']
+    cells = [float(cell.strip('* ')) for cell in rows[share].split('|')]
+    for name, shards in zip(('1f1b', 'zb-h1', 'zb-v'), cells[1::2], strict=True):
+        assert shards == round(with_shards(capsys, name, 32, share)[0], 1)
+
+
+SPANS = re.findall(r'^\| `(.+?)` \| ([\d.]+) \| (.+?) \| ([\d.]+) \| (.+?) \|$', VOCABULARY, re.M)
+
+
+@some('at', [len(SPANS) - 1], *range(5))
+def test_spans_of_shards(capsys, at):
+    """Rows of that page: bubble and peak without shards, and with shares from 0.1 to 0.8."""
+    name, *cells = SPANS[at]
+    plain, *shared = (with_shards(capsys, name, 64, share) for share in (None, 0.1, 0.2, 0.4, 0.8))
+    spans = []
+    for of in (1, 2):
+        values = [round(each[of], 1) for each in shared]
+        least_and_most = sorted({min(values), max(values)})
+        spans += [f'{plain[of]:g}', ' to '.join(f'{each:g}' for each in least_and_most)]
+    assert cells == spans
+
+
+def test_shares_of_vocabularies():
+    for words, cells in re.findall(r'^\| (\d+)k words \|(.+)\|$', VOCABULARY, re.M):
         shares = (int(words) * 1024 / (12 * hidden) / 4 / 8 for hidden in (2048, 4096, 8192))
         assert cells.strip().split(' | ') == [f'{share:.2f}' for share in shares]
-    loses = dict(re.findall(r'^\| (0\.\d+) \| ([\d.]+) % \|', text, re.M))
-    rows = re.findall(r'^\| (0\.\d+) \| [\d.]+ \|(.+)\|$', text, re.M)
-    assert [share for share, _ in rows] == ['0.05', '0.1', '0.2', '0.3', '0.5']
-    for share, row in rows:
-        cells = [float(cell.strip('* ')) for cell in row.split('|')]
-        for name, partition, shards in zip(
-            ('1f1b', 'zb-h1', 'zb-v'), cells[::2], cells[1::2], strict=True
-        ):
-            assert shards == round(simulated(name, 32, share)[0], 1)
-            if name == '1f1b' and share in loses:
-                assert abs(float(loses[share]) - 100 * (partition / shards - 1)) < 0.5
-    wide = re.findall(r'^\| `(.+?)` \| ([\d.]+) \| (.+?) \| ([\d.]+) \| (.+?) \|$', text, re.M)
-    assert len(wide) == 5
-    for name, *cells in wide:
-        plain, *shared = (simulated(name, 64, share) for share in (None, 0.1, 0.2, 0.4, 0.8))
-        spans = []
-        for at in (1, 2):
-            values = [round(each[at], 1) for each in shared]
-            least_and_most = sorted({min(values), max(values)})
-            spans += [f'{plain[at]:g}', ' to '.join(f'{each:g}' for each in least_and_most)]
-        assert cells == spans, name
 
 
 def test_numbers_of_simulated_prose(capsys):
@@ -369,7 +360,12 @@ def test_numbers_of_simulated_prose(capsys):
         for name in ('choosing', 'planning')
     )
     stp, zb_v = (build(name, 8, 24) for name in ('stp', 'zb-v'))
-    spans = [simulate(made, Costs.uniform(made.placement)) for made in (stp, zb_v)]
+    spans = [simulate(made) for made in (stp, zb_v)]
+    for share, pays in ((0.94, True), (0.95, False)):
+        paired = build('dualpipe-v', 8, 24, together=True)
+        costs = replace(Costs.uniform(paired.placement), together=share)
+        assert (simulate(paired, costs).makespan < spans[1].makespan) == pays
+    assert 'they pay from 0.94 down' in choosing
     words = 'simulate --schedule stp --pp 8 --microbatches 24 --together FB=0.9 --json'
     assert main(words.split()) == 0
     hidden = json.loads(capsys.readouterr().out)['makespan']
@@ -449,13 +445,10 @@ def test_the_bench_of_the_page_is_its_file(capsys):
     assert out.startswith(block)
 
 
-def test_the_install_line_is_one():
+def test_the_install_line_and_the_number_of_schedules():
     """Nothing in it has to be filled in."""
     (line,) = (each for each in pages.lines(pages.README) if each.startswith('pip install'))
     assert line == 'pip install .' and (ROOT / 'pyproject.toml').exists()
-
-
-def test_number_of_schedules():
     number = sum(1 for _ in own_families(every=True))
     assert f'[{number} schedules](docs/choosing.md)' in pages.README.read_text()
 
@@ -478,16 +471,14 @@ def test_names_of_other_runtimes_are_understood():
     """In the section for those who come from there: schedules, our flags, and flags of forks."""
     head = '## Coming from another pipeline runtime'
     page = pages.section(ROOT / 'docs' / 'getting-started.md', head)
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_arguments(parser)
-    ours = {option for action in parser._actions for option in action.option_strings}
+    ours = {option for action in own_flags()._actions for option in action.option_strings}
     named = set(re.findall(r'--(?:pipeline-schedule|pipeline-[a-z]+-?[a-z-]*)', page))
     megatrons = {'--pipeline-model-parallel-layout'}
     assert named - megatrons <= ours
     fork = page.partition('\n### sail-sg')[2].partition('\n### ')[0]
     theirs = re.findall(r'^\| `(--[a-z0-9-]+)', fork, re.M)
     assert len(theirs) > 6 and set(theirs) <= ours
-    assert all(alias in page or alias.endswith('-end-iter') for alias in aliases._ALIASES)
+    assert all(alias in page or alias.endswith('-end-iter') for alias in flags._ALIASES)
     schedules = re.findall(r'--pipeline-schedule ([\w-]+)', page)
     schedules += re.findall(r'`(Schedule\w+)`', page)
     assert len(schedules) > 20
@@ -505,9 +496,6 @@ def test_schedules_beside_those_of_languages_are_there():
     named = set(words) - no_names
     assert len(named) > 12 and all(find(name) for name in named)
     assert {word for word in words if word.isupper()} <= {*'FBWROLEK', 'BW'}
-
-
-def test_every_picture_is_shown():
     shown = {Path(found).name for page in pages.PAGES for found in LINK.findall(page.read_text())}
     pictures = {picture.name for picture in (ROOT / 'docs' / 'pictures').iterdir()}
     assert pictures <= shown

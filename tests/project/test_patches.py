@@ -1,7 +1,6 @@
 """The patch of pretrain_gpt.py: applied, checked, reverted, and refused with what to do."""
 
-from __future__ import annotations
-
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +10,11 @@ from paths import ROOT
 
 PATCHES = ROOT / 'patches'
 OURS = 'import megatron_zbpp\nmegatron_zbpp.add_arguments()\n'
-# how the script has begun in one release or another
-HEADERS = {
-    'no blank line': '# License\n\n"""Pretrain."""\n\n# Early.\nimport time\nSTART = time.time()\n',
-    'blank line': '# License\n\n"""Pretrain."""\n\n# Early.\nimport time\n\nSTART = time.time()\n',
-    'no comment': '# License\n\n"""Pretrain."""\n\nimport os\nfrom functools import partial\n',
-    'long license': '# One\n# Two\n# Three\n# Four\n# Five\n"""Pretrain."""\nimport os\n',
-    'function first': '"""Pretrain."""\nimport os\nimport sys\n\n\ndef main():\n    pass\n',
-}
+
+
+# how the script has begun in one release or another; and what is refused: an option, what is said
+SCRIPTS = json.loads(Path(__file__).with_name('pretrain_scripts.json').read_text())
+HEADERS = SCRIPTS['headers']
 
 
 def checkout(folder: Path, script: str) -> Path:
@@ -77,20 +73,7 @@ def test_revert_finds_lines_that_moved(tmp_path):
     assert (folder / 'pretrain_gpt.py').read_text() == edited.replace(OURS, '')
 
 
-@pytest.mark.parametrize(
-    ('script', 'option', 'said'),
-    [
-        (OURS + HEADERS['no comment'], '', 'already applied; --revert takes it out'),
-        (2 * OURS + 'import os\n', '', 'patched 2 times; --revert takes out one at a time'),
-        (2 * OURS + 'import os\n', '--check', 'patched 2 times'),
-        (HEADERS['blank line'], '--revert', 'not patched: there is nothing to revert'),
-        (OURS.splitlines()[1] + '\n', '--revert', 'the patch does not apply: error: '),
-        ('"""A\nlong\ndoc\nstring\nof\nlines."""\nmain = 1\n', '', 'use python -m megatron_zbpp'),
-        ('from a import b\n\n\nb = b()\n\n', '', 'its lines would not run before all others'),
-        ('def main():\n    pass\n\n\ndef (\n', '', 'would be no Python'),
-    ],
-    ids=['again', 'twice', 'twice, check', 'not patched', 'half', 'docstring', 'late', 'no python'],
-)
+@pytest.mark.parametrize(('script', 'option', 'said'), SCRIPTS['refused'].values())
 def test_refused(tmp_path, script, option, said):
     folder = checkout(tmp_path, script)
     status, message = apply(folder, *filter(None, [option]))
@@ -106,13 +89,10 @@ def test_twice_can_be_undone(tmp_path):
     assert (folder / 'pretrain_gpt.py').read_text() == HEADERS['no comment']
 
 
-def test_no_checkout(tmp_path):
+def test_no_checkout_and_help(tmp_path):
     status, said = apply(tmp_path)
     assert status == 2
     assert 'no checkout of Megatron-LM: it has no pretrain_gpt.py; give its folder' in said
-
-
-def test_help():
     status, said = apply('--help')
     assert status == 0
     assert '--check' in said and '--revert' in said and 'git apply --unidiff-zero' in said

@@ -4,6 +4,7 @@ import re
 from fnmatch import fnmatch
 
 import pytest
+from commands import run
 from paths import ROOT
 
 from scripts import claims_page
@@ -32,16 +33,13 @@ def test_each_row_names_its_proof(row):
             assert path.is_file(), path
 
 
-def test_gpu_column():
+def test_gpu_column(request):
     """Nothing is said to be proven on a GPU while there are no results of one."""
     measured = list(PAGE.parent.glob('*.tests.txt'))
     for _, _, _, gpu in rows():
         assert measured or not gpu or gpu.startswith('none yet'), gpu
     assert len(rows()) > 20
-
-
-def test_a_run_without_arguments_finds_all(request):
-    """Pytest leaves out folders of some names by itself, such as `dist`."""
+    # pytest leaves out folders of some names by itself, such as `dist`
     folders = {file.parent.name for file in (ROOT / 'tests').rglob('test_*.py')}
     left_out = request.config.getini('norecursedirs')
     assert {name for name in folders for pattern in left_out if fnmatch(name, pattern)} == set()
@@ -76,14 +74,11 @@ def test_no_page_denies_what_a_result_shows():
         assert any(known in sentence for known in OPEN), f'{page}: {sentence}'
     for known in OPEN:
         assert any(known in sentence for sentence in found), f'no page says {known!r} any more'
+    assert denials(f'A page. {" ".join(DENIALS)} Another one.') == [*DENIALS]
+    assert not any(known in sentence for known in OPEN for sentence in DENIALS)
 
 
 DENIALS = ('Nothing has run on a GPU yet.', 'It has not met a GPU.', 'No copy has been on a GPU.')
-
-
-def test_denials_are_seen():
-    assert denials(f'A page. {" ".join(DENIALS)} Another one.') == [*DENIALS]
-    assert not any(known in sentence for known in OPEN for sentence in DENIALS)
 
 
 def test_the_page_of_exactness_tells_the_size_of_the_grid():
@@ -96,7 +91,7 @@ def test_the_page_of_exactness_tells_the_size_of_the_grid():
     page = ' '.join((ROOT / 'docs' / 'exactness.md').read_text().split())
     grid, short = (
         constant('ITERATIONS', 'test_identity.py'),
-        constant('train-iters', 'test_families.py'),
+        constant('SHORT', 'test_identity.py'),
     )
     assert f'Tests compare {grid} iterations of `1f1b`, `zb-h1` and `zb-v`' in page
     assert f'every other schedule trains {short} iterations' in page
@@ -132,3 +127,22 @@ def test_a_wrong_row_is_named(tmp_path, row):
     table.write_text(f'claim,cpu,emulated,gpu,limit\n{row}\n')
     with pytest.raises(ValueError, match=r'row 2 of .* give a claim and its 4 cells'):
         claims_page.claims(table)
+
+
+# ---- Scripts name tests that exist: a file that has moved is not left out without a word.
+
+
+FILES = ['.ci/run', *(str(each.relative_to(ROOT)) for each in (ROOT / 'scripts').glob('*.sh'))]
+
+
+@pytest.mark.parametrize('file', FILES)
+def test_tests_that_are_named_exist(file):
+    for named in re.findall(r'tests/[\w/{},.]+', (ROOT / file).read_text()):
+        for path in run(['bash', '-c', f'echo {named}'], cwd=ROOT).stdout.split():
+            assert (ROOT / path).exists(), f'{file}: {path}'
+
+
+def test_files_of_tests_have_names_of_their_own():
+    """Else `./scripts/test.sh` without arguments collects nothing of the second."""
+    names = [file.name for file in (ROOT / 'tests').rglob('test_*.py')]
+    assert sorted(names) == sorted({*names})

@@ -1,60 +1,28 @@
-"""Legs of CI: one runs each case, one a case of each test; or each takes a share of the cases."""
+"""Legs of CI: one runs each case, one a case of each test."""
 
-from __future__ import annotations
-
-import argparse
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import example
+import forked
 import models
 import nvidia
 import pytest
-from grids import Share, beside_another
+from grids import beside_another
 from paths import ROOT
 
-FILE = 'tests/megatron/test_bpipe.py'
+FILE = 'tests/megatron/test_post_validation.py'
 
 
 def collected(*arguments: str) -> set[str]:
     command = [sys.executable, '-m', 'pytest', '--collect-only', '-q', FILE, *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = forked.run(command, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-2000:]
     return {line for line in done.stdout.splitlines() if '::' in line}
 
 
-def test_shares_make_the_whole():
-    """Tests of a single case are in each; of others no case is in two."""
-    whole, first, second = collected(), collected('--share=1/3'), collected('--share', '2-3/3')
-    assert first | second == whole
-    of_each = {name.partition('[')[0] for name in whole}
-    assert {name.partition('[')[0] for name in first} == of_each
-    twice = {name.partition('[')[0] for name in first & second}
-    several = {name for name in of_each if sum(each.startswith(f'{name}[') for each in whole) > 1}
-    assert len(first) < 0.6 * len(whole) < len(second) < 0.9 * len(whole)
-    assert not twice & several
-
-
 class Item(SimpleNamespace):
     __hash__ = object.__hash__
-
-
-@pytest.mark.parametrize('fixture', ['te_ranks', 'recorded_ranks'])
-def test_releases_count_by_themselves(fixture):
-    """One leg has the cases of one release, the other those of another: no case is in neither."""
-    items = [
-        Item(
-            nodeid=f'test_it[{te}-{case}]',
-            callspec=SimpleNamespace(params={fixture: te, 'case': case}),
-            get_closest_marker=lambda name: name == 'shared',
-        )
-        for te in ('2.8.0', '2.20.2')
-        for case in range(4)
-    ]
-    oldest = {item.callspec.params['case'] for item in taken('2-3/3', items[:4], items)}
-    newest = {item.callspec.params['case'] for item in taken('1/3', items[4:], items)}
-    assert sorted([*oldest, *newest]) == [0, 1, 2, 3]
 
 
 def case(test, name, *marks, skipped=False):
@@ -94,19 +62,6 @@ def test_one_case_is_asked_for():
     names = [name.partition('[')[0] for name in one]
     assert one < whole and sorted(set(names)) == sorted(names)
     assert {*names} == {name.partition('[')[0] for name in whole}
-
-
-def taken(share, of_release, items):
-    left_out = {item.nodeid for item in Share.parse(share).left_out(items)}
-    return [item for item in of_release if item.nodeid not in left_out]
-
-
-@pytest.mark.parametrize(
-    'text', ['', '2', '0/2', '3/2', '1/0', 'a/b', '1/2/3', '-1/2', '3-2/3', '2-4/3', '1-/3']
-)
-def test_no_share(text):
-    with pytest.raises(argparse.ArgumentTypeError, match='give K/N, such as 1/3 or 2-3/3'):
-        Share.parse(text)
 
 
 def test_flags_of_all_runs(monkeypatch, tmp_path):

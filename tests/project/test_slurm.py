@@ -1,7 +1,5 @@
 """The files for SLURM: linted, and run with a stand-in for srun."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -25,20 +23,14 @@ def number(script: list[str], flag: str) -> int:
     return int(script[script.index(flag) + 1])
 
 
-def test_all_sizes_are_there():
+def test_files_are_there_and_linted():
     assert {file.stem.removeprefix('gpt-') for file in FILES} == set(SIZES)
-
-
-def test_lint():
     beside = Path(sys.executable).with_name('shellcheck')
     shellcheck = beside if beside.exists() else shutil.which('shellcheck')
     assert shellcheck, "no shellcheck: pip install -e '.[dev]'"
-    done = subprocess.run(
-        [shellcheck, '--external-sources', *FILES, EXPERTS, BENCHMARK, BENCH, *FOLDER.glob('*.sh')],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    files = *FILES, EXPERTS, BENCHMARK, BENCH, *FOLDER.glob('*.sh'), 'scripts/gpu_check.sh'
+    command = [shellcheck, '--external-sources', *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
@@ -120,7 +112,7 @@ def test_benchmark(tmp_path):
     script = str(ROOT / 'scripts' / 'benchmark_gpt.py')
     at = launched.argv.index(script)
     assert launched.torchrun[: at - len(launched.argv)] == [
-        *('torchrun', '--nnodes', '4', '--nproc-per-node', '8', '--master-port', '29500'),
+        *('torchrun', '--nnodes', '4', '--nproc-per-node', '8', '--master-port', '29500')
     ]
     assert launched.environment['FIRST_NODE'] == 'node-a7'
     jobs = benchmark_jobs(launched.argv[at + 1 :], world=32)
@@ -213,36 +205,20 @@ def test_what_the_user_sets(tmp_path):
     assert number(argv, '--nnodes') == 64
 
 
-@pytest.mark.parametrize(
-    ('name', 'environment', 'status', 'said'),
-    [
-        ('6.2b', {'DATA': ''}, 1, 'DATA: is not set: give the prefix'),
-        ('6.2b', {'MEGATRON_LM': ''}, 1, 'MEGATRON_LM: is not set: give the folder'),
-        (
-            '28.3b',
-            {'SLURM_NNODES': '3'},
-            2,
-            'gpt-28.3b: 24 GPUs do not divide by 32 (tensor x pipeline parallel): give another '
-            'number of --nodes',
-        ),
-        (
-            '6.2b',
-            {'SLURM_NNODES': '2', 'GLOBAL_BATCH': '100'},
-            2,
-            'gpt-6.2b: GLOBAL_BATCH=100 does not divide by 6 (data parallel x micro batch): set '
-            'another GLOBAL_BATCH',
-        ),
-        ('6.2b', {'DEVICE': 'tpu'}, 2, 'gpt-6.2b: DEVICE=tpu: set it to gpu or cpu'),
-        (
-            '6.2b',
-            {'SLURM_GPUS_PER_NODE': '0'},
-            2,
-            'gpt-6.2b: 0 GPUs a node: set GPUS_PER_NODE to the number of processes that a node is '
-            'to have, and DEVICE=cpu if it has no GPU',
-        ),
-    ],
-    ids=['data', 'checkout', 'nodes', 'batch', 'device', 'no GPU'],
-)
+REFUSED = [
+    ('6.2b', {'DATA': ''}, 1, 'DATA: is not set: give the prefix'),
+    ('6.2b', {'MEGATRON_LM': ''}, 1, 'MEGATRON_LM: is not set: give the folder'),
+    ('28.3b', {'SLURM_NNODES': '3'}, 2, 'gpt-28.3b: 24 GPUs do not divide by 32 (tensor x '
+     'pipeline parallel): give another number of --nodes'),
+    ('6.2b', {'SLURM_NNODES': '2', 'GLOBAL_BATCH': '100'}, 2, 'gpt-6.2b: GLOBAL_BATCH=100 does not '
+     'divide by 6 (data parallel x micro batch): set another GLOBAL_BATCH'),
+    ('6.2b', {'DEVICE': 'tpu'}, 2, 'gpt-6.2b: DEVICE=tpu: set it to gpu or cpu'),
+    ('6.2b', {'SLURM_GPUS_PER_NODE': '0'}, 2, 'gpt-6.2b: 0 GPUs a node: set GPUS_PER_NODE to the '
+     'number of processes that a node is to have, and DEVICE=cpu if it has no GPU'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(('name', 'environment', 'status', 'said'), REFUSED)
 def test_refused_before_start(tmp_path, name, environment, status, said):
     launched = launch(FOLDER / f'gpt-{name}.sbatch', tmp_path, **environment)
     assert launched.status == status

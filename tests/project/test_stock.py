@@ -119,13 +119,10 @@ def test_another_release_has_another_key(monkeypatch, package):
         stock_key._machine.cache_clear()
 
 
-def test_a_harness_counts_with_all_that_it_imports():
+def test_a_harness_counts_with_all_that_it_imports(tmp_path):
     names = {path.name for path in stock_key.harness(frozenset({'nvidia'}))}
     assert {'nvidia.py', 'events.py', 'few_documents.py', 'ranks.py', 'report.py'} <= names
     assert 'test_stock.py' not in names and 'conftest.py' not in names
-
-
-def test_contents_of_data_count_and_what_lies_beside_them_does_not(tmp_path):
     data = tmp_path / 'text'
     for suffix in ('.bin', '.idx'):
         Path(f'{data}{suffix}').write_text('tokens')

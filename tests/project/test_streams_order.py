@@ -1,7 +1,5 @@
 """What happens before what in logs of a recorded device, and what its communicators were given."""
 
-from __future__ import annotations
-
 import pytest
 from recorded.communicators import Operation, faults
 from recorded.ordering import HOST, REGISTERED, Kind, Order
@@ -26,93 +24,72 @@ def races(*records):
     return [str(race) for race in order(*records).races]
 
 
-@pytest.mark.parametrize(
-    ('first', 'second', 'found'),
-    [(WRITES, READS, True), (READS, WRITES, True), (WRITES, WRITES, True), (READS, READS, False)],
-)
-def test_two_streams_that_nothing_orders(first, second, found):
-    said = races(kernel(FIRST, 1, first), kernel(SECOND, 2, second))
-    assert (
-        said
-        == ['second on stream 2 in no pass does not wait for first on stream 1 in no pass'][
-            : int(found)
-        ]
-    )
+RECORD, WAIT = [Kind.RECORD, 1, EVENT], [Kind.WAIT, 2, EVENT]
+BEHIND = 'second on stream 2 in no pass does not wait for first on stream 1 in no pass'
+THIRD_BEHIND = BEHIND.replace('second', 'third')
+ON_HOST = 'second on the host in no pass does not wait for first on stream 1 in no pass'
+THIRD_WRITES = kernel(THIRD, 3, WRITES)
+NOTED = [Kind.NOTE, PASS, LAUNCHER], [Kind.NOTE, NONE, LAUNCHER]
+
+
+def between(*records):
+    """What the second stream reads behind what the first one has written, and this between them."""
+    return [kernel(FIRST, 1, WRITES), *records, kernel(SECOND, 2, READS)]
+
+
+def on_host(*records):
+    """As `between`, but the host reads."""
+    return [kernel(FIRST, 1, WRITES), *records, kernel(SECOND, HOST, READS)]
 
 
 @pytest.mark.parametrize(
-    ('between', 'ordered'),
+    ('records', 'said'),
     [
-        ([Kind.RECORD, 1, EVENT, Kind.WAIT, 2, EVENT], True),
-        ([Kind.RECORD, 1, EVENT, Kind.HOST_EVENT, EVENT, SYNCHRONIZE, LAUNCHER], True),
-        ([Kind.HOST_STREAM, 1, SYNCHRONIZE, LAUNCHER], True),
-        ([Kind.HOST_DEVICE, SYNCHRONIZE, LAUNCHER], True),
-        ([Kind.RECORD, 1, EVENT], False),
-        ([Kind.WAIT, 2, EVENT], False),  # of an event that nobody has recorded
-        ([Kind.RECORD, 2, EVENT, Kind.WAIT, 2, EVENT], False),
-        ([Kind.HOST_STREAM, 2, SYNCHRONIZE, LAUNCHER], False),
+        (between(), BEHIND),
+        ([kernel(FIRST, 1, READS), kernel(SECOND, 2, WRITES)], BEHIND),
+        ([kernel(FIRST, 1, WRITES), kernel(SECOND, 2, WRITES)], BEHIND),
+        ([kernel(FIRST, 1, READS), kernel(SECOND, 2, READS)], ''),
+        (between(RECORD, WAIT), ''),
+        (between(RECORD, [Kind.HOST_EVENT, EVENT, SYNCHRONIZE, LAUNCHER]), ''),
+        (between([Kind.HOST_STREAM, 1, SYNCHRONIZE, LAUNCHER]), ''),
+        (between([Kind.HOST_DEVICE, SYNCHRONIZE, LAUNCHER]), ''),
+        (between(RECORD), BEHIND),
+        (between(WAIT), BEHIND),  # of an event that nobody has recorded
+        (between([Kind.RECORD, 2, EVENT], WAIT), BEHIND),
+        (between([Kind.HOST_STREAM, 2, SYNCHRONIZE, LAUNCHER]), BEHIND),
+        (on_host(), ON_HOST),
+        (on_host(RECORD), ON_HOST),
+        (on_host(RECORD, WAIT), ON_HOST),  # that is a stream
+        (on_host(RECORD, [Kind.HOST_EVENT, EVENT, QUERY, LAUNCHER]), ''),
+        # what the host has done is before what it launches
+        ([kernel(FIRST, HOST, WRITES), kernel(SECOND, 1, WRITES)], ''),
+        # an event carries only what was before it
+        ([RECORD, kernel(FIRST, 1, WRITES), WAIT, kernel(SECOND, 2, READS)], BEHIND),
+        # a bucket is reduced while the gradients of the next are computed: bytes count, not blocks
+        ([kernel(FIRST, 1, WRITES, 0, 4), kernel(SECOND, 2, WRITES, 4, 8)], ''),
+        ([kernel(FIRST, 1, WRITES, 0, 4), kernel(SECOND, 2, WRITES, 3, 8)], BEHIND),
+        # 1 before 2, 2 before 3: then 1 before 3
+        (between(RECORD, [*WAIT, Kind.RECORD, 2, 2, Kind.WAIT, 3, 2], THIRD_WRITES)[:-1], ''),
+        # a write of a part orders nothing about the rest
+        (
+            [kernel(FIRST, 1, WRITES), kernel(SECOND, 1, WRITES, 2, 4), kernel(THIRD, 2, READS, 4)],
+            THIRD_BEHIND,
+        ),
+        # a race names its passes
+        (
+            [NOTED[0], kernel(FIRST, 1, WRITES), NOTED[1], kernel(SECOND, 2, READS)],
+            BEHIND.replace('1 in no pass', '1 in 0W1'),
+        ),
     ],
 )
-def test_what_orders(between, ordered):
-    assert (not races(kernel(FIRST, 1, WRITES), between, kernel(SECOND, 2, READS))) == ordered
-
-
-@pytest.mark.parametrize(
-    ('between', 'found'),
-    [
-        ([], 1),
-        ([Kind.RECORD, 1, EVENT], 1),
-        ([Kind.RECORD, 1, EVENT, Kind.WAIT, 2, EVENT], 1),  # that is a stream
-        ([Kind.RECORD, 1, EVENT, Kind.HOST_EVENT, EVENT, QUERY, LAUNCHER], 0),
-    ],
-)
-def test_the_host_uses_what_it_has_waited_for(between, found):
-    said = races(kernel(FIRST, 1, WRITES), between, kernel(SECOND, HOST, READS))
-    where = 'second on the host in no pass'
-    assert said == [f'{where} does not wait for first on stream 1 in no pass'][:found]
-
-
-def test_what_the_host_has_done_is_before_what_it_launches():
-    assert races(kernel(FIRST, HOST, WRITES), kernel(SECOND, 1, WRITES)) == []
+def test_what_orders(records, said):
+    assert races(*records) == [said][: bool(said)]
 
 
 @pytest.mark.parametrize(('asked', 'waits'), [(SYNCHRONIZE, ['synchronize']), (QUERY, [])])
 def test_a_query_is_no_wait(asked, waits):
     found = order([Kind.RECORD, 1, EVENT, Kind.HOST_EVENT, EVENT, asked, LAUNCHER])
     assert [wait.what for wait in found.waits] == waits
-
-
-def test_an_event_carries_what_was_before_it_only():
-    event = [Kind.RECORD, 1, EVENT, Kind.WAIT, 2, EVENT]
-    said = races(event[:3], kernel(FIRST, 1, WRITES), event[3:], kernel(SECOND, 2, READS))
-    assert len(said) == 1
-
-
-def test_waits_add_up_over_streams():
-    """1 before 2, 2 before 3: then 1 before 3."""
-    records = [kernel(FIRST, 1, WRITES), [Kind.RECORD, 1, 1, Kind.WAIT, 2, 1]]
-    records += [[Kind.RECORD, 2, 2, Kind.WAIT, 3, 2], kernel(THIRD, 3, WRITES)]
-    assert races(*records) == []
-
-
-@pytest.mark.parametrize(('begin', 'found'), [(4, 0), (3, 1)])
-def test_bytes_count_and_not_blocks(begin, found):
-    """A bucket is reduced while the gradients of the next are computed."""
-    said = races(kernel(FIRST, 1, WRITES, 0, 4), kernel(SECOND, 2, WRITES, begin, 8))
-    assert len(said) == found
-
-
-def test_each_part_keeps_its_own_uses():
-    """A write of a part orders nothing about the rest."""
-    records = [kernel(FIRST, 1, WRITES, 0, 8), kernel(SECOND, 1, WRITES, 2, 4)]
-    said = races(*records, kernel(THIRD, 2, READS, 4, 8))
-    assert said == ['third on stream 2 in no pass does not wait for first on stream 1 in no pass']
-
-
-def test_a_race_names_its_passes():
-    noted = [Kind.NOTE, PASS, LAUNCHER], [Kind.NOTE, NONE, LAUNCHER]
-    said = races(noted[0], kernel(FIRST, 1, WRITES), noted[1], kernel(SECOND, 2, READS))
-    assert said == ['second on stream 2 in no pass does not wait for first on stream 1 in 0W1']
 
 
 FREE = [Kind.FREE, BLOCK, LAUNCHER]

@@ -21,19 +21,12 @@ from megatron.core.transformer import TransformerConfig
 
 
 class Head(NamedTuple):
-    """An output layer and inputs of a microbatch, alike on all ranks.
+    """An output layer and inputs of a microbatch, alike on all ranks."""
 
-    Attributes:
-        weight: of all words, (words, hidden size).
-        hidden: (sequence, micro batch, hidden size).
-        labels: (micro batch, sequence).
-        weights: gradients of the losses of tokens, of that shape.
-    """
-
-    weight: torch.Tensor
-    hidden: torch.Tensor
-    labels: torch.Tensor
-    weights: torch.Tensor
+    weight: torch.Tensor  # of all words, (words, hidden size)
+    hidden: torch.Tensor  # (sequence, micro batch, hidden size)
+    labels: torch.Tensor  # (micro batch, sequence)
+    weights: torch.Tensor  # gradients of the losses of tokens, of that shape
 
     @classmethod
     def draw(cls, dtype: torch.dtype) -> Head:
@@ -57,30 +50,19 @@ class Head(NamedTuple):
         return TransformerConfig(**fields, params_dtype=dtype, pipeline_dtype=dtype, **more)
 
     def model(self, last: bool, **more: Any) -> GPTModel:
-        """Return the GPT, or the part of a rank, that has this head; weights are as drawn.
-
-        Args:
-            last: whether the output layer is of this part.
-            more: fields of the config.
-        """
+        """Return the GPT, or the part of a rank, the `last` or not; weights are as drawn."""
         words, tokens = len(self.weight), self.labels.size(1)
         spec, first = get_gpt_layer_local_spec(), not more.get('pipeline_model_parallel_size')
         return GPTModel(self.config(**more), spec, words, tokens, first, last)
 
 
 class Found(NamedTuple):
-    """Results of a microbatch on a rank.
+    """Results of a microbatch on a rank."""
 
-    Attributes:
-        losses: of tokens, (micro batch, sequence).
-        hidden: gradient of hidden states, (sequence, micro batch, hidden size).
-        weight: gradient of the rank's rows, (words, hidden size).
-        exact: largest logit of each token, and that of its target: (2, micro batch, sequence).
-    """
-
-    losses: torch.Tensor
-    hidden: torch.Tensor
-    weight: torch.Tensor
+    losses: torch.Tensor  # of tokens, (micro batch, sequence)
+    hidden: torch.Tensor  # gradient of hidden states, (sequence, micro batch, hidden size)
+    weight: torch.Tensor  # gradient of the rank's rows, (words, hidden size)
+    # largest logit of each token, and that of its target: (2, micro batch, sequence)
     exact: torch.Tensor
 
 

@@ -7,7 +7,6 @@ other data, quantization, resilience): what it imports of that and nobody calls 
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from unittest import mock
 
 import pytest
 import wheels
+from once import made_once, reason
 from supported import absent
 
 VERSION = '0.6.2'
@@ -54,23 +54,18 @@ _UNUSED = (
 
 
 def folder() -> Path:
-    """The folder that holds `megatron.bridge` and what it needs; downloaded once.
-
-    Skips the test where it cannot be had.
-    """
+    """The folder that holds `megatron.bridge`, downloaded once; skips where it cannot be had."""
     if sys.version_info < (3, 12):
         absent(f'Megatron-Bridge {VERSION} is for later releases, which need Python 3.12')
-    found = Path(sys.prefix) / 'megatron_bridge' / VERSION
-    if not found.exists():
-        part = found.with_name(f'{VERSION}.{os.getpid()}')
+
+    def download(part: Path) -> None:
         command = [sys.executable, '-m', 'pip', 'install', '--quiet', '--no-deps', '--retries', '1']
         wanted = ['--no-compile', '--target', part, *_PACKAGES]
         done = subprocess.run([*command, *wanted], capture_output=True, text=True, timeout=280)
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or ['no reason given'])[-1]
-            pytest.skip(f'megatron-bridge {VERSION} cannot be installed: {last}')
-        part.rename(found)
-    return found
+            pytest.skip(f'megatron-bridge {VERSION} cannot be installed: {reason(done.stderr)}')
+
+    return made_once(Path(sys.prefix) / 'megatron_bridge' / VERSION, download)
 
 
 class _Any(ModuleType):
@@ -87,12 +82,7 @@ class _Any(ModuleType):
 
 
 class StandIns(Loader):
-    """Finds every module of the packages that nobody calls.
-
-    Args:
-        packages: their names.
-        version: they say so.
-    """
+    """Finds every module of the packages that nobody calls."""
 
     def __init__(self, packages: Sequence[str], version: str = '0') -> None:
         self.packages, self.version = packages, version

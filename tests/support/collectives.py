@@ -20,11 +20,7 @@ _METHODS = {
 
 @contextmanager
 def counted(chosen: Callable[[list[int]], bool] = lambda ranks: True) -> Iterator[Counter[str]]:
-    """Give a counter that fills with what runs meanwhile, by kind.
-
-    Args:
-        chosen: whether a group of these ranks counts; default: all do.
-    """
+    """Give a counter, by kind, of what runs meanwhile in groups whose ranks are chosen."""
     found: Counter[str] = Counter()
     with ExitStack() as stack:
         for kind, names in _METHODS.items():

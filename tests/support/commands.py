@@ -20,18 +20,12 @@ def run(
     env: Mapping[str, str] | None = None,
     **options: object,
 ) -> subprocess.CompletedProcess[str]:
-    """What `command` printed, and its exit code.
+    """What `command`, words of any type, printed, and its exit code.
 
     Output goes to files: of a pipe the end would come when the last process that holds it is gone.
-
-    Args:
-        command: the program and its arguments, of any type.
-        timeout: in seconds: for a machine ten times as slow as an idle one.
-        env: variables beside those of this process; one thread a process, if nothing else is said.
-        options: of Popen, such as `cwd`, or `stderr=STDOUT`.
-
-    Raises:
-        AssertionError: it did not end in time; with its output so far.
+    The timeout is for a machine ten times as slow as an idle one; `env` has variables beside those
+    of this process (one thread a process, if nothing else is said), and `options` are Popen's.
+    Raises AssertionError with the output so far where it did not end in time.
     """
     command = list(map(str, command))
     with tempfile.TemporaryFile('w+') as out, tempfile.TemporaryFile('w+') as errors:

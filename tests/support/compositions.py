@@ -66,10 +66,7 @@ MODELS: dict[str, tuple[int, list[str]]] = {
         2,
         [*EXPERTS, 'none', '--moe-shared-expert-intermediate-size', '32', *UNTIED],
     ),
-    'experts with a bias': (
-        1,
-        [*EXPERTS, 'none', *SIGMOID, '--moe-router-enable-expert-bias'],
-    ),
+    'experts with a bias': (1, [*EXPERTS, 'none', *SIGMOID, '--moe-router-enable-expert-bias']),
     'multi-token prediction': (
         1,
         [*'--mtp-num-layers 1 --position-embedding-type rope'.split(), *UNTIED],
@@ -145,25 +142,15 @@ EVENTS = {'none': 12, 'resume': 3, 'overflow': 2, 'NaN': 1, 'killed': 1}
 
 @dataclass(frozen=True)
 class Composition:
-    """What is trained.
+    """What is trained."""
 
-    Attributes:
-        seed: which it was drawn from.
-        size: number of ranks.
-        words: names of what was drawn.
-        flags: of Megatron's.
-        schedule: its name.
-        techniques: flags by technique.
-        event: a key of `EVENTS`.
-    """
-
-    seed: int
-    size: int
-    words: tuple[str, ...]
-    flags: tuple[str, ...]
+    seed: int  # which it was drawn from
+    size: int  # number of ranks
+    words: tuple[str, ...]  # names of what was drawn
+    flags: tuple[str, ...]  # of Megatron's
     schedule: str
-    techniques: dict[str, list[str]]
-    event: str
+    techniques: dict[str, list[str]]  # flags by technique
+    event: str  # a key of `EVENTS`
 
     @property
     def ours(self) -> list[str]:
@@ -256,73 +243,33 @@ def draw(seed: int) -> Composition:
 
 
 class Promise(NamedTuple):
-    """What a run has to equal, and the sentence that says so.
+    """What a run has to equal, and the sentence that says so."""
 
-    Attributes:
-        how: `BITS`, `CLOSE`, `REFUSED` or `ENDS`.
-        reference: flags of ours of the run that it is compared with; none: stock Megatron.
-        page: of the docs.
-        quote: of that page; white space does not count.
-        tolerance: relative, of losses and norms of the first iteration.
-    """
-
-    how: str
-    reference: tuple[str, ...]
-    page: str
-    quote: str
-    tolerance: float = 0.0
+    page: str  # of the docs
+    quote: str  # of that page; white space does not count
+    how: str = BITS  # or `CLOSE`, `REFUSED`, `ENDS`
+    tolerance: float = 0.0  # relative, of losses and norms of the first iteration
+    reference: tuple[str, ...] = ()  # flags of ours of the other run; none: stock Megatron
 
 
-STOCK = Promise(
-    BITS, (), 'exactness.md', "Losses, parameters and Adam's state, from one checkpoint or"
+EXACT, SHARED = 'exactness.md', 'large-vocabulary.md'
+STOCK = Promise(EXACT, "Losses, parameters and Adam's state, from one checkpoint or")
+EVERY_SCHEDULE = Promise(EXACT, 'every other schedule trains 2 iterations to the bit.')
+_BITS = "when clipping is active, results differ from 1F1B's in the last bits."
+CLIPPED = Promise(EXACT, _BITS, CLOSE, LAST_BITS)
+_SLICES = 'losses, gradients and norms are within 1e-6 of whole sequences in fp32'
+SLICES = Promise(EXACT, _SLICES, CLOSE, ROUNDING)
+SAME_SLICES = Promise(EXACT, 'All schedules in the same slices are equal to the bit')
+_SHARDS = "Losses, gradients and norms are within 1e-6 of Megatron's 1F1B (fp32, unfused loss)"
+SHARDS = Promise(SHARED, _SHARDS, CLOSE, 2 * ROUNDING)  # 1.12e-6 was seen of a tied embedding
+SAME_SHARDS = Promise(SHARED, 'All schedules are alike to the bit.')
+SEEDS = Promise(EXACT, 'losses with dropout are those of `1f1b` with the same flag, to the bit.')
+_BY_HAND = (
+    "What they train is that of Megatron's own 1F1B with each pass's older weights put in by "
 )
-EVERY_SCHEDULE = Promise(
-    BITS, (), 'exactness.md', 'every other schedule trains 2 iterations to the bit.'
-)
-CLIPPED = Promise(
-    CLOSE,
-    (),
-    'exactness.md',
-    "when clipping is active, results differ from 1F1B's in the last bits.",
-    LAST_BITS,
-)
-SLICES = Promise(
-    CLOSE,
-    (),
-    'exactness.md',
-    'losses, gradients and norms are within 1e-6 of whole sequences in fp32',
-    ROUNDING,
-)
-SAME_SLICES = Promise(
-    BITS, (), 'exactness.md', 'All schedules in the same slices are equal to the bit'
-)
-SHARDS = Promise(
-    CLOSE,
-    (),
-    'large-vocabulary.md',
-    "Losses, gradients and norms are within 1e-6 of Megatron's 1F1B (fp32, unfused loss)",
-    2 * ROUNDING,  # the page: 1.12e-6 was seen of a tied embedding
-)
-SAME_SHARDS = Promise(BITS, (), 'large-vocabulary.md', 'All schedules are alike to the bit.')
-SEEDS = Promise(
-    BITS,
-    (),
-    'exactness.md',
-    'losses with dropout are those of `1f1b` with the same flag, to the bit.',
-)
-BY_HAND = Promise(
-    BITS,
-    (),
-    'exactness.md',
-    "What they train is that of Megatron's own 1F1B with each pass's older weights put in by hand, "
-    'to the bit',
-)
-KILLED = Promise(
-    ENDS,
-    (),
-    'architecture.md',
-    'Every other one writes its pass, the message it waits for and its last ten passes, and exits.',
-)
+BY_HAND = Promise(EXACT, f'{_BY_HAND}hand, to the bit')
+_ENDS = 'every other rank writes its pass, the message it waits for and its last ten passes, and '
+KILLED = Promise('architecture.md', f'{_ENDS}exits.', ENDS)
 
 
 @functools.cache
@@ -351,7 +298,7 @@ def promises(composition: Composition) -> list[Promise]:
     for own, added in composition.pairs():
         cell = pairs().get((own, added), '')
         if cell.startswith('refused'):
-            return [Promise(REFUSED, (), 'limits.md', cell)]
+            return [Promise('limits.md', cell, REFUSED)]
     dropout, seeded = composition.has('--hidden-dropout'), 'dropout_seeds' in techniques
     jitter = composition.has('--moe-input-jitter-eps')
     megatrons = schedule in ONE  # one stage a rank, each where Megatron has it
@@ -522,16 +469,10 @@ def run(ranks: Ranks, argv: list[str], event: Any) -> nvidia.Run | Refusal | Fai
 
 
 class Outcome(NamedTuple):
-    """What became of a composition.
+    """What became of a composition."""
 
-    Attributes:
-        kind: 'kept', 'refused', 'stock fails', 'nothing promised'; or a fault: 'differs',
-            'unexplained', 'not refused', 'hangs'.
-        said: what was compared, or the message.
-    """
-
-    kind: str
-    said: str
+    kind: str  # 'kept', 'refused', 'stock fails', 'nothing promised', or a fault
+    said: str  # what was compared, or the message
 
     @property
     def is_fault(self) -> bool:
@@ -599,11 +540,7 @@ def _killed(ranks: Ranks, composition: Composition, flags: list[str], event: Any
 
 
 def differs(
-    composition: Composition,
-    ours: nvidia.Run,
-    expected: nvidia.Run,
-    promise: Promise,
-    start: int,
+    composition: Composition, ours: nvidia.Run, expected: nvidia.Run, promise: Promise, start: int
 ) -> str:
     """Return the first difference that a promise does not allow; empty: there is none."""
     losses, norms = nvidia.since(start, expected.losses), nvidia.since(start, expected.grad_norms)

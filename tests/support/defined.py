@@ -15,16 +15,11 @@ from unittest import mock
 
 @dataclass
 class Seen:
-    """Gradients that reached the nodes of parameters.
+    """Gradients that reached the nodes of parameters."""
 
-    Attributes:
-        defined: how many were.
-        fused: of how many of those a kernel had added the real one to `main_grad`.
-        undefined: names of parameters that got one that was not.
-    """
-
-    defined: int = 0
-    fused: int = 0
+    defined: int = 0  # how many were
+    fused: int = 0  # of how many of those a kernel had added the real one to `main_grad`
+    # names of parameters that got one that was not
     undefined: list[str] = field(default_factory=list)
 
     def note(self, name: str, parameter: Any, gradients: tuple) -> None:
@@ -61,12 +56,7 @@ def watched(training: Any) -> Iterator[Seen]:
 
 
 def require_defined(reported: tuple[Seen, ...], fused: bool = False) -> None:
-    """Hold that gradients came on each rank, all of them defined.
-
-    Args:
-        reported: by rank.
-        fused: whether kernels are to have added some of them to `main_grad`.
-    """
+    """Hold that gradients came on each rank, all defined, and some fused ones if asked."""
     for seen in reported:
         assert not seen.undefined, f'autograd got None for {sorted({*seen.undefined})}'
         assert seen.defined and bool(seen.fused) >= fused, seen

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 
 import megatron_zbpp
-from megatron_zbpp.emulation import cpu, gloo, packages
+from megatron_zbpp.emulation import cpu
 
 PACKAGE = str(Path(megatron_zbpp.__file__).parent)
-CPU = {cpu.__file__, gloo.__file__, packages.__file__}
+CPU = {cpu.__file__}
 
 
 def is_ours(value: object) -> bool:

@@ -5,12 +5,31 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+
+@contextmanager
+def before(*calls: tuple[Any, str, Callable]) -> Iterator[None]:
+    """Calls each (owner, name, function) before what has that name there, with its arguments."""
+    with ExitStack() as stack:
+        for owner, name, function in calls:
+            made = _preceded(getattr(owner, name), function)
+            stack.enter_context(mock.patch.object(owner, name, made))
+        yield
+
+
+def _preceded(original: Callable, function: Callable) -> Callable:
+    def call(*args, **kwargs):
+        function(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    return call
 
 
 @contextmanager
@@ -25,9 +44,9 @@ def aliased_sends(training: Any) -> Iterator[None]:
     from torch import distributed as dist
     from torch.distributed import distributed_c10d
 
-    from megatron_zbpp.emulation import gloo
+    from megatron_zbpp.emulation import cpu
 
-    aliased = gloo._aliased_isend
+    aliased = cpu._aliased_isend
     with (
         mock.patch.object(dist, 'isend', aliased),
         mock.patch.object(distributed_c10d, 'isend', aliased),
@@ -46,15 +65,13 @@ class Overflow:
     def __call__(self, training: Any) -> Iterator[None]:
         import torch
 
-        original, calls = training.finalize_model_grads, []
+        calls = count(1)
 
-        def finalize_model_grads(model, *args, **kwargs):
-            calls.append(None)
-            if len(calls) == self.iteration and torch.distributed.get_rank() == self.rank:
+        def spoil(model, *_, **__):
+            if next(calls) == self.iteration and torch.distributed.get_rank() == self.rank:
                 next(model[0].parameters()).main_grad.view(-1)[0] = float('inf')
-            return original(model, *args, **kwargs)
 
-        with mock.patch.object(training, 'finalize_model_grads', finalize_model_grads):
+        with before((training, 'finalize_model_grads', spoil)):
             yield
 
 
@@ -71,24 +88,16 @@ class ReducedOverflow:
         from megatron.core.distributed import param_and_grad_buffer
 
         groups = param_and_grad_buffer._ParamAndGradBucketGroup
-        train_step, start_grad_sync = training.train_step, groups.start_grad_sync
         steps, spoilt = [], []
 
-        def counting_step(*args, **kwargs):
-            steps.append(None)
-            return train_step(*args, **kwargs)
-
-        def spoiling_start(self_, *args, **kwargs):
+        def spoil(group, *_, **__):
             here = torch.distributed.get_rank() == self.rank
             if here and len(steps) == self.iteration and not spoilt:
-                assert self_.grad_reduce_handle is None, 'it has begun'
-                spoilt.append(self_.buckets[0].grad_data[0].fill_(float('inf')))
-            return start_grad_sync(self_, *args, **kwargs)
+                assert group.grad_reduce_handle is None, 'it has begun'
+                spoilt.append(group.buckets[0].grad_data[0].fill_(float('inf')))
 
-        with (
-            mock.patch.object(training, 'train_step', counting_step),
-            mock.patch.object(groups, 'start_grad_sync', spoiling_start),
-        ):
+        counted = training, 'train_step', lambda *_, **__: steps.append(None)
+        with before(counted, (groups, 'start_grad_sync', spoil)):
             yield
 
 
@@ -137,25 +146,16 @@ def reductions(training: Any) -> Iterator[list[tuple[int, int]]]:
     from megatron_zbpp.runtime.executor import Executor
 
     groups = param_and_grad_buffer._ParamAndGradBucketGroup
-    run, start_grad_sync = Executor.run, groups.start_grad_sync
     running, found = [], []
 
-    def noting_run(self):
-        running.append(self)
-        return run(self)
-
-    def noting_start(self, *args, **kwargs):
+    def note(*_, **__):
         if len(running) > 1:
             executor = running[-1]
             passes = sum(isinstance(instruction, Pass) for instruction in executor.program)
             found.append((len(executor.record.passes), passes))
-        return start_grad_sync(self, *args, **kwargs)
 
-    with (
-        mock.patch.object(Executor, 'run', noting_run),
-        mock.patch.object(groups, 'start_grad_sync', noting_start),
-        unseen_before_the_first(running, found),
-    ):
+    calls = (Executor, 'run', running.append), (groups, 'start_grad_sync', note)
+    with before(*calls), unseen_before_the_first(running, found):
         yield found
 
 
@@ -173,24 +173,19 @@ def sequence_parallel(training: Any) -> Iterator[None]:
 def waits(training: Any) -> Iterator[list[str]]:
     """Collectives that the last iteration waited for, but for its passes: see `pipeline_waits`."""
     found: list[str] = []
-    train_step, training_log = training.train_step, training.training_log
+    training_log = training.training_log
 
-    with pipeline_waits() as current:
+    def ending_log(*args, **kwargs):
+        result = training_log(*args, **kwargs)
+        found[:] = current
+        return result
 
-        def counting_step(*args, **kwargs):
-            current.clear()
-            return train_step(*args, **kwargs)
-
-        def ending_log(*args, **kwargs):
-            result = training_log(*args, **kwargs)
-            found[:] = current
-            return result
-
-        with (
-            mock.patch.object(training, 'train_step', counting_step),
-            mock.patch.object(training, 'training_log', ending_log),
-        ):
-            yield found
+    with (
+        pipeline_waits() as current,
+        before((training, 'train_step', lambda *_, **__: current.clear())),
+        mock.patch.object(training, 'training_log', ending_log),
+    ):
+        yield found
 
 
 @contextmanager
@@ -243,15 +238,13 @@ def mtp_losses(training: Any) -> Iterator[list[list[str]]]:
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper as Helper
 
     found: list[list[str]] = []
-    track = Helper.track_mtp_metrics
 
-    def noting(loss_scale, *args, **kwargs):
+    def note(loss_scale, *_, **__):
         names = ('values', 'loss_values', 'correct_values', 'total_values')
         values = [Helper.tracker[name] for name in names if name in Helper.tracker]
         found.append([(v * loss_scale).item().hex() for each in values for v in each])
-        return track(loss_scale, *args, **kwargs)
 
-    with mock.patch.object(Helper, 'track_mtp_metrics', noting):
+    with before((Helper, 'track_mtp_metrics', note)):
         yield found
 
 
@@ -276,13 +269,9 @@ def doubted(training: Any) -> Iterator[dict[str, list[str]]]:
 
 @dataclass(frozen=True)
 class Dumps:
-    """Gradients that the loop has saved, read from the files: hashes by iteration, layer and name.
+    """Gradients that the loop has saved, of the files: hashes by iteration, layer and name."""
 
-    Attributes:
-        folder: of `--save`.
-    """
-
-    folder: Path
+    folder: Path  # of `--save`
 
     @contextmanager
     def __call__(self, training: Any) -> Iterator[dict[str, dict[str, str]]]:
@@ -323,12 +312,9 @@ class Dumps:
 class OwnLoaders:
     """The script's provider gives loaders of its own, in Megatron's order of samples: what
     --dataloader-type external is for.
-
-    Attributes:
-        asks: for the data-parallel rank: 'Megatron', 'megatron_zbpp', or the 'group'.
     """
 
-    asks: str
+    asks: str  # for the data-parallel rank: 'Megatron', 'megatron_zbpp', or the 'group'
 
     @contextmanager
     def __call__(self, training: Any) -> Iterator[None]:
@@ -361,11 +347,7 @@ class OwnLoaders:
 
 @dataclass(frozen=True)
 class Faulty:
-    """Megatron doubts the losses of one iteration: it runs again, then saves and exits, to be
-    resumed in the middle of its batch.
-
-    Gives the exit code.
-    """
+    """Doubts an iteration's losses: it runs again, saves, exits (gives the code), to be resumed."""
 
     iteration: int
 
@@ -388,17 +370,11 @@ class Faulty:
 
 @dataclass(frozen=True)
 class Signalled:
-    """A rank gets SIGTERM in the middle of an iteration, in a forward; gives those forwards' calls.
+    """A rank gets SIGTERM amid an iteration, in a forward; gives those forwards' calls."""
 
-    Attributes:
-        iteration: that one, counted from where the run begins.
-        rank: that one.
-        ahead: in a forward of the next iteration, which runs within the optimizer's step.
-    """
-
-    iteration: int
-    rank: int
-    ahead: bool
+    iteration: int  # that one, counted from where the run begins
+    rank: int  # that one
+    ahead: bool  # in a forward of the next iteration, which runs within the optimizer's step
 
     @contextmanager
     def __call__(self, training: Any) -> Iterator[list[str]]:
@@ -406,12 +382,7 @@ class Signalled:
         from megatron.core.models.gpt import GPTModel
 
         iterations, stepping, found = [], [], []
-        train_step, setup = training.train_step, training.setup_model_and_optimizer
-        forward, before = GPTModel.forward, signal.getsignal(signal.SIGTERM)
-
-        def counting_step(*args, **kwargs):
-            iterations.append(None)
-            return train_step(*args, **kwargs)
+        setup, handler = training.setup_model_and_optimizer, signal.getsignal(signal.SIGTERM)
 
         def setup_model_and_optimizer(*args, **kwargs):
             model, optimizer, scheduler = setup(*args, **kwargs)
@@ -427,43 +398,36 @@ class Signalled:
             optimizer.step = noting_step
             return model, optimizer, scheduler
 
-        def signalled_forward(*args, **kwargs):
+        def send(*_, **__):
             here = dist.get_rank() == self.rank and len(iterations) == self.iteration
             if here and bool(stepping) == self.ahead and not found:
                 found.append('in the step' if stepping else 'before it')
                 os.kill(os.getpid(), signal.SIGTERM)
-            return forward(*args, **kwargs)
 
+        counted = training, 'train_step', lambda *_, **__: iterations.append(None)
         with (
-            mock.patch.object(training, 'train_step', counting_step),
+            before(counted, (GPTModel, 'forward', send)),
             mock.patch.object(training, 'setup_model_and_optimizer', setup_model_and_optimizer),
-            mock.patch.object(GPTModel, 'forward', signalled_forward),
         ):
             try:
                 yield found
             finally:
-                signal.signal(signal.SIGTERM, before)
+                signal.signal(signal.SIGTERM, handler)
 
 
 @dataclass(frozen=True)
 class Late:
-    """The program has begun an hour earlier, as it turns out in an iteration.
+    """The program has begun an hour earlier, as it turns out in an iteration."""
 
-    Attributes:
-        iteration: that one, counted from where the run begins.
-    """
-
-    iteration: int
+    iteration: int  # that one, counted from where the run begins
 
     @contextmanager
     def __call__(self, training: Any) -> Iterator[None]:
-        iterations, train_step = [], training.train_step
+        iterations = count(1)
 
-        def counting_step(*args, **kwargs):
-            iterations.append(None)
-            if len(iterations) == self.iteration:
+        def come_late(*_, **__):
+            if next(iterations) == self.iteration:
                 training._TRAIN_START_TIME -= 3600
-            return train_step(*args, **kwargs)
 
-        with mock.patch.object(training, 'train_step', counting_step):
+        with before((training, 'train_step', come_late)):
             yield None

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import ModuleType
+from typing import Any
 
 import stock
 from nvidia import also
@@ -17,6 +22,13 @@ from stock_key import by_megatron
 # Small, but every kind of layer is there and the vocabulary layer is the largest.
 MODEL = ['--hidden-size', '32', '--num-attention-heads', '2', '--seq-length', '16']
 MODEL += ['--micro-batch-size', '1']
+
+
+def words(data: Path, schedule: str, *more: Any, p: int = 2, layers: int = 4, m: int = 4) -> list:
+    """Of a training by `schedule` on p ranks, of m microbatches; `more` come last."""
+    argv = [*MODEL, '--num-layers', layers, '--pipeline-model-parallel-size', p]
+    argv += ['--pipeline-schedule', schedule, '--global-batch-size', m, '--data-path', data]
+    return list(map(str, [*argv, *more]))
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,69 @@ def train(argv: list[str], metrics: Path) -> None:
         pretrain_gpt.train(pretrain_gpt.parse_args([*argv, '--metrics-file', str(metrics)]))
     finally:
         forget_groups()
+
+
+@dataclass(frozen=True)
+class Program:
+    """The example as it begins on a rank."""
+
+    script: ModuleType
+    args: Any
+    plugin: Any  # None: Megatron's own schedule runs
+    models: list[Any]  # chunks of this rank
+
+    @functools.cached_property
+    def optimizer(self) -> Any:
+        return self.script.build_optimizer(self.args, self.models)[0]
+
+    @functools.cached_property
+    def data(self) -> list:
+        return self.script.iterators(self.args, self.script.build_datasets(self.args)[0], 0)
+
+    def batch(self, data: list | None = None) -> float | None:
+        """Run a batch; the loss, on the rank that has it."""
+        return self.script.run_batch(self.args, self.models, self.data if data is None else data)
+
+    def step(self, data: list | None = None) -> float | None:
+        """Run a batch, from gradients of zero, and the optimizer's step; return the loss."""
+        for model in self.models:
+            model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss = self.batch(data)
+        assert self.optimizer.step()[0]
+        return loss
+
+
+@contextmanager
+def program(argv: Sequence) -> Iterator[Program]:
+    """The example with these arguments, which leaves no state of Megatron behind."""
+    import pretrain_gpt as script
+
+    try:
+        with ExitStack() as stack:
+            args = script.parse_args(list(map(str, argv)))
+            plugin = script.enable(args, stack)
+            script.initialize(args)
+            yield Program(script, args, plugin, script.build_model(args))
+    finally:
+        forget_groups()
+
+
+def small_config(
+    layers: int = 1, hidden: int = 8, heads: int = 1, p: int = 1, chunks: int = 1, **more: Any
+) -> Any:
+    """Megatron's config of a small model in fp32, on `p` ranks of a pipeline."""
+    import torch
+    from megatron.core.transformer import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        pipeline_model_parallel_size=p,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        **{'pipeline_dtype': torch.float32, **more},
+    )
 
 
 def early_steps() -> int:
@@ -98,6 +173,16 @@ def forget_groups() -> None:
         for module in list(model.modules()):
             vars(module).clear()
     let_go()
+
+
+def logged(train: Callable, *args: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """Runs on each rank: `train(*args, metrics=file)`; its result, and lines of the file."""
+    with TemporaryDirectory() as folder:
+        metrics = Path(folder, 'metrics.jsonl')
+        result = train(*args, metrics=metrics)
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+    logged = map(json.loads, lines)
+    return result, [{k: v for k, v in each.items() if k != 'seconds'} for each in logged]
 
 
 def measured(argv: list[str]) -> Run | None:

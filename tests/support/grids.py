@@ -1,17 +1,14 @@
 """Grids of cases: each run takes some that cover every row, `--full` takes them all.
 
 Where several releases are tested side by side, one of them runs every case, and the others one case
-of each test (`--one-case`). Or each takes a share of the cases (`--share`).
+of each test (`--one-case`).
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import re
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -29,76 +26,59 @@ def grid(
         rows: values by name of the test's argument; some may be there twice, for the cases that
             are kept.
     """
-    unseen = {(name, repr(value)) for name, values in rows.items() for value in values}
     params = []
+    for case, spared in covering(when, rows):
+        words = [getattr(value, '__name__', str(value)) for value in case.values()]
+        name, marks = '-'.join(words), [pytest.mark.full] * spared
+        params.append(pytest.param(*case.values(), id=name, marks=marks))
+    return pytest.mark.parametrize(','.join(rows), params)
+
+
+def some(names: str, kept: Iterable[Any], *spared: Any) -> pytest.MarkDecorator:
+    """Parametrizes a test with cases: each run takes those of `kept`, `--full` the others, too.
+
+    What is among both is a case once. A case is a tuple where there are several names.
+    """
+    many, first = ',' in names, list(kept)
+    cases = [*first, *(case for case in spared if case not in first)]
+    marks = [[]] * len(first) + [[pytest.mark.full]] * (len(cases) - len(first))
+    params = [
+        pytest.param(*(case if many else (case,)), marks=own)
+        for case, own in zip(cases, marks, strict=True)
+    ]
+    return pytest.mark.parametrize(names, params)
+
+
+def covering(
+    when: Callable[..., bool], rows: dict[str, tuple[Any, ...]]
+) -> Iterator[tuple[dict[str, Any], bool]]:
+    """Yield the cases of a grid, and whether a run can spare each."""
+    unseen = {(name, repr(value)) for name, values in rows.items() for value in values}
     for values in _spread(rows):
         case = dict(zip(rows, values, strict=True))
-        if not when(**case):
-            continue
-        adds = unseen & {(name, repr(value)) for name, value in case.items()}
-        unseen -= adds
-        name = '-'.join(map(str, values))
-        params.append(pytest.param(*values, id=name, marks=() if adds else pytest.mark.full))
-    return pytest.mark.parametrize(','.join(rows), params)
+        if when(**case):
+            adds = unseen & {(name, repr(value)) for name, value in case.items()}
+            unseen -= adds
+            yield case, bool(case) and not adds
 
 
 def _spread(rows: dict[str, tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """The product of the rows, first those cases in which all rows advance together."""
-    longest = max(map(len, rows.values()))
+    longest = max(map(len, rows.values()), default=0)
     diagonal = [tuple(row[k % len(row)] for row in rows.values()) for k in range(longest)]
     return [*dict.fromkeys([*diagonal, *itertools.product(*rows.values())])]
-
-
-class Share(NamedTuple):
-    """What a run takes of the cases of shared tests: parts `first` to `last` of `parts`."""
-
-    first: int
-    last: int
-    parts: int
-
-    @classmethod
-    def parse(cls, text: str) -> Share:
-        """Return what `1/3` or `2-3/3` says."""
-        found = re.fullmatch(r'([1-9]\d*)(?:-(\d+))?/(\d+)', text)
-        first, last, parts = (
-            map(int, (found[1], found[2] or found[1], found[3])) if found else (0,) * 3
-        )
-        if not 1 <= first <= last <= parts:
-            raise argparse.ArgumentTypeError(
-                f'{text!r} is no share: give K/N, such as 1/3 or 2-3/3'
-            )
-        return cls(first, last, parts)
-
-    def left_out(self, items: Sequence[pytest.Item]) -> set[pytest.Item]:
-        """Return the cases that other parts take: of each shared test that has several.
-
-        Releases of Transformer Engine count by themselves, since a run may take some of them only.
-        """
-        cases: dict[tuple[str, object], list[pytest.Item]] = defaultdict(list)
-        for item in items:
-            if item.get_closest_marker('shared'):
-                given = getattr(item, 'callspec', None)
-                params = given.params if given else {}
-                te = params.get('te_ranks', params.get('recorded_ranks'))
-                cases[item.nodeid.partition('[')[0], te].append(item)
-        return {
-            item
-            for found in cases.values()
-            if len(found) > 1
-            for place, item in enumerate(found)
-            if not self.first <= place % self.parts + 1 <= self.last
-        }
 
 
 def beside_another(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     """Return the cases that a run can spare where one with another release has them all.
 
-    It keeps of each test the first case that no mark skips here, whatever the parameters; all cases
-    of tests that are marked `each_release`, and none of those that are marked `one_release`.
+    It keeps of each test, and of each row of a table (`rows`), the first case that no mark skips
+    here, whatever the parameters; all cases of tests that are marked `each_release`, and none of
+    those that are marked `one_release`.
     """
     left_out, kept = set(), set()
     for item in items:
-        test = item.nodeid.partition('[')[0]
+        test = _test(item)
         if item.get_closest_marker('each_release'):
             continue
         if item.get_closest_marker('one_release') or test in kept:
@@ -106,6 +86,16 @@ def beside_another(items: Sequence[pytest.Item]) -> set[pytest.Item]:
         elif not _skipped_by_mark(item):
             kept.add(test)
     return left_out
+
+
+def _test(item: pytest.Item) -> tuple[str, str]:
+    """Return the name of a test, and the row of which the item is a case."""
+    return item.nodeid.partition('[')[0], getattr(_params(item).get('training'), 'row', '')
+
+
+def _params(item: pytest.Item) -> dict[str, Any]:
+    callspec = getattr(item, 'callspec', None)
+    return callspec.params if callspec else {}
 
 
 def _skipped_by_mark(item: pytest.Item) -> bool:

@@ -26,17 +26,11 @@ _FIRST = "trap '' CHLD; exec sleep infinity"
 
 @dataclass(frozen=True)
 class Host:
-    """One of the two.
+    """One of the two."""
 
-    Attributes:
-        name: what its processes call it, and find the other by.
-        address: on the link.
-        pid: its first process, as this machine counts.
-    """
-
-    name: str
-    address: str
-    pid: int
+    name: str  # what its processes call it, and find the other by
+    address: str  # on the link
+    pid: int  # its first process, as this machine counts
 
     def command(self, *words: object, folder: Path = Path()) -> list[str]:
         """`words`, run there in `folder`."""
@@ -44,11 +38,7 @@ class Host:
         return [*there, 'env', f'--chdir={folder.absolute()}', *map(str, words)]
 
     def run(self, *words: object) -> str:
-        """What a quick command printed there.
-
-        Raises:
-            CalledProcessError: it failed.
-        """
+        """What a quick command printed there; raises CalledProcessError where it failed."""
         done = subprocess.run(
             self.command(*words), check=True, stdout=subprocess.PIPE, text=True, timeout=30
         )
@@ -87,12 +77,9 @@ def missing() -> str | None:
 def pair(
     names: tuple[str, str], folder: Path, ahead: tuple[int, int] = (0, 0)
 ) -> Iterator[tuple[Host, Host]]:
-    """Two linked hosts, until it ends.
+    """Two linked hosts, which find each other by a file in `folder`, until it ends.
 
-    Args:
-        names: of the hosts.
-        folder: takes the file by which they find each other.
-        ahead: seconds by which their monotonic clocks are ahead of this machine's.
+    Their monotonic clocks are `ahead` of this machine's by so many seconds.
     """
     addresses = ('10.0.0.1', '10.0.0.2')  # of their own networks: they mean nothing elsewhere
     with contextlib.ExitStack() as stack:
@@ -124,7 +111,7 @@ def _first_process(ahead: int) -> Iterator[int]:
     command += ['--fork', '--kill-child', '--mount-proc', 'sh', '-c', _FIRST]
     outside = psutil.Popen(command, stderr=subprocess.DEVNULL)  # says how its child ended
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not (inside := outside.children()) or inside[0].name() != 'sleep':
             assert outside.poll() is None and time.monotonic() < deadline, 'no namespaces'
             time.sleep(0.01)

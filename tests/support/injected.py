@@ -15,17 +15,11 @@ VALUES = {'inf': float('inf'), 'nan': float('nan'), 'large': 1e4}
 
 @dataclass(frozen=True)
 class Event:
-    """Something in the gradients of one pipeline rank.
+    """Something in the gradients of one pipeline rank."""
 
-    Attributes:
-        iteration: from 1.
-        rank: in the pipeline.
-        kind: of `VALUES`.
-    """
-
-    iteration: int
-    rank: int
-    kind: str
+    iteration: int  # from 1
+    rank: int  # in the pipeline
+    kind: str  # of `VALUES`
 
 
 @dataclass(frozen=True)
@@ -38,49 +32,55 @@ class Early:
 
 def train(
     argv: list[str],
-    metrics: Path,
     events: list[Event],
     clean_steps: int,
     variant: str,
     kept_bytes: int = KEPT_BYTES,
+    *,
+    metrics: Path,
 ) -> Early | None:
-    """Runs on each rank: the example's `train`.
+    """Runs on each rank: the example's `train` with events, in one of `_VARIANTS`.
 
-    Args:
-        argv: of the example.
-        metrics: file for what it logs.
-        events: to happen.
-        clean_steps: before steps are tried; 0: they never are.
-        variant: one of `_VARIANTS`, or empty.
-        kept_bytes: of the optimizer's old state, that a speculative step keeps.
+    Steps are tried after so many clean ones (0: never), and keep so much of the optimizer's state.
     """
+    import pretrain_gpt
+
+    from megatron_zbpp.mcore.optimizer import early_steps
+
+    def enabled(plugin):
+        if clean_steps:
+            plugin.post_validation.policy.tolerated = 1000  # it shall never step back
+
+    finalize = _injecting(pretrain_gpt.finalize_model_grads, events)
+    with mock.patch.object(early_steps, 'most_kept', lambda *_: kept_bytes):
+        argv = [*argv, '--no-check-for-nan-in-loss-and-grad']
+        own = {'finalize_model_grads': finalize}
+        plugin = run(argv, clean_steps or False, variant, own, metrics, enabled)[-1]
+    done = plugin.post_validation
+    return done and Early(done.early, done.taken_back)
+
+
+def run(argv, post_validation, variant, replaced, metrics, enabled=lambda plugin: None):
+    """Train the example with a variant, and with functions replaced; return the plugins."""
     import pretrain_gpt
     from example import forget_groups
 
     import megatron_zbpp
-    from megatron_zbpp.mcore.optimizer import early_steps
 
-    argv = [*argv, '--no-check-for-nan-in-loss-and-grad']
-    plugins = []
-    enable = megatron_zbpp.enable
+    plugins, enable = [], megatron_zbpp.enable
 
     def enabling(*args, **kwargs):
-        plugins.append(enable(*args, **kwargs | {'post_validation': clean_steps or False}))
-        if clean_steps:
-            plugins[-1].post_validation.policy.tolerated = 1000  # it shall never step back
+        plugins.append(enable(*args, **kwargs | {'post_validation': post_validation}))
+        enabled(plugins[-1])
         return plugins[-1]
 
     with ExitStack() as stack:
         stack.callback(forget_groups)
         stack.enter_context(mock.patch.object(megatron_zbpp, 'enable', enabling))
-        stack.enter_context(mock.patch.object(early_steps, 'most_kept', lambda *_: kept_bytes))
-        finalize = _injecting(pretrain_gpt.finalize_model_grads, events)
-        stack.enter_context(mock.patch.object(pretrain_gpt, 'finalize_model_grads', finalize))
-        for name, replacement in _VARIANTS[variant](pretrain_gpt).items():
+        for name, replacement in {**_VARIANTS[variant](pretrain_gpt), **replaced}.items():
             stack.enter_context(mock.patch.object(pretrain_gpt, name, replacement))
         pretrain_gpt.train(pretrain_gpt.parse_args([*argv, '--metrics-file', str(metrics)]))
-        done = plugins[-1].post_validation
-        return done and Early(done.early, done.taken_back)
+        return plugins
 
 
 def _injecting(original, events):
@@ -102,34 +102,18 @@ def _injecting(original, events):
     return finalize_model_grads
 
 
-def _plain(script):
-    return {}
-
-
-def _sgd(script):
-    return {'OptimizerConfig': _with(script.OptimizerConfig, optimizer='sgd', sgd_momentum=0.9)}
-
-
-def _precise(script):
+def _precise() -> dict[str, object]:
     """The optimizer keeps what is missing of bf16 weights, and moments in that type."""
     import torch
 
     types = {'exp_avg_dtype': torch.bfloat16, 'exp_avg_sq_dtype': torch.bfloat16}
-    config = _with(script.OptimizerConfig, use_precision_aware_optimizer=True, **types)
-    return {'OptimizerConfig': config}
+    return {'use_precision_aware_optimizer': True} | types
 
 
-def _half(script):
-    """fp16 with a loss scale that moves within a few steps."""
+def _half() -> dict[str, object]:
     import torch
 
-    half = {'fp16': True, 'bf16': False, 'params_dtype': torch.float16}
-    scale = {'initial_loss_scale': 2.0**10, 'loss_scale_window': 3, 'hysteresis': 1}
-    config = _with(script.TransformerConfig, **half, pipeline_dtype=torch.float16)
-    return {
-        'TransformerConfig': config,
-        'OptimizerConfig': _with(script.OptimizerConfig, **half, **scale),
-    }
+    return {'fp16': True, 'bf16': False, 'params_dtype': torch.float16}
 
 
 def _experts(script):
@@ -144,26 +128,30 @@ def _experts(script):
         'add_bias_linear': False,
     }
     spec = functools.partial(script.get_gpt_layer_local_spec, num_experts=4)
-    return {
-        'TransformerConfig': _with(script.TransformerConfig, **routed),
-        'get_gpt_layer_local_spec': spec,
-    }
+    return _model(script, **routed) | {'get_gpt_layer_local_spec': spec}
 
 
-def _dropout(script):
-    """Random masks: with their states of random generators."""
-    return {'TransformerConfig': _with(script.TransformerConfig, hidden_dropout=0.1)}
+def _model(script, **values):
+    config = script.TransformerConfig
+    return {'TransformerConfig': lambda *args, **given: config(*args, **given | values)}
 
 
-def _with(config, **values):
-    return lambda *args, **given: config(*args, **(given | values))
+def _optimizer(script, **values):
+    config = script.OptimizerConfig
+    return {'OptimizerConfig': lambda *args, **given: config(*args, **given | values)}
 
 
+_SCALE = {'initial_loss_scale': 2.0**10, 'loss_scale_window': 3, 'hysteresis': 1}
 _VARIANTS = {
-    '': _plain,
-    'sgd': _sgd,
-    'precise': _precise,
-    'fp16': _half,
+    '': lambda script: {},
+    'sgd': lambda script: _optimizer(script, optimizer='sgd', sgd_momentum=0.9),
+    'precise': lambda script: _optimizer(script, **_precise()),
+    # a loss scale that moves within a few steps
+    'fp16': lambda script: (
+        _model(script, **_half(), pipeline_dtype=_half()['params_dtype'])
+        | _optimizer(script, **_half(), **_SCALE)
+    ),
     'experts': _experts,
-    'dropout': _dropout,
+    # random masks: with their states of random generators
+    'dropout': lambda script: _model(script, hidden_dropout=0.1),
 }

@@ -14,23 +14,20 @@ from megatron_zbpp import Device, Devices, Layer, Layers, Placement
 
 @dataclass(frozen=True)
 class Instance:
-    """A question, and its answers.
+    """A question, and its answers."""
 
-    Attributes:
-        layers, devices, m: of the case.
-        fused: makespan of the best 1F1B; None: it is not asked for.
-        split: of the best order of F, B and W.
-        cuts: of partitions that reach the optima; () where that was not recorded.
-        more: arguments of `partition`.
-    """
-
-    layers: Layers
+    layers: Layers  # of the case
     devices: Devices | int
     m: int
-    fused: float | None
-    split: float
+    fused: float | None  # makespan of the best 1F1B; None: it is not asked for
+    split: float  # of the best order of F, B and W
+    # of partitions that reach the optima; () where that was not recorded
     cuts: tuple[tuple[int, ...], ...] = ()
-    more: dict[str, Any] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)  # arguments of `partition`
+
+
+def p6(at: Placement, fused: float | None, split: float, *cuts: tuple, **more: Any) -> Instance:
+    return Instance(P6, 2, 4, fused, split, cuts, {'placements': [at]} | more)
 
 
 def layers(*times: tuple[float, float, float], kinds: str = '') -> Layers:
@@ -58,21 +55,11 @@ INSTANCES = {
     'P2': Instance(P2, 3, 5, 163, 128, ((3, 3, 2),)),
     'P3': Instance(P3, ONE_SLOW, 6, 86, 76, ((4, 4, 1), (4, 2, 3), (2, 4, 3))),
     'P4': Instance(P4, NODES, 4, 94, 68, ((2, 2, 2, 2), (3, 1, 2, 2), (3, 2, 1, 2))),
-    'P6': Instance(P6, 2, 4, 104, 91, ((4, 3),), {'placements': [LOOP]}),
-    'P6 V': Instance(
-        P6,
-        2,
-        4,
-        None,
-        92,
-        ((2, 1, 2, 2), (2, 2, 1, 2), (3, 1, 2, 1), (3, 2, 1, 1)),
-        {'placements': [V]},
-    ),
-    'P6 loop': Instance(P6, 2, 4, None, 85, ((1, 2, 3, 1),), {'placements': [LOOP2]}),
-    'P6m': Instance(P6, 2, 4, 104, 91, ((4, 3),), {'placements': [LOOP]} | LOW),
-    'P6m V': Instance(P6, 2, 4, None, 92, ((2, 1, 2, 2), (2, 2, 1, 2)), {'placements': [V]} | LOW),
-    'P6m loop': Instance(
-        P6, 2, 4, None, 87, ((1, 2, 3, 1), (2, 2, 2, 1)), {'placements': [LOOP2]} | LOW
-    ),
+    'P6': p6(LOOP, 104, 91, (4, 3)),
+    'P6 V': p6(V, None, 92, (2, 1, 2, 2), (2, 2, 1, 2), (3, 1, 2, 1), (3, 2, 1, 1)),
+    'P6 loop': p6(LOOP2, None, 85, (1, 2, 3, 1)),
+    'P6m': p6(LOOP, 104, 91, (4, 3), **LOW),
+    'P6m V': p6(V, None, 92, (2, 1, 2, 2), (2, 2, 1, 2), **LOW),
+    'P6m loop': p6(LOOP2, None, 87, (1, 2, 3, 1), (2, 2, 2, 1), **LOW),
     'P8': Instance(P8, 4, 8, 526, 441, ((5, 4, 4, 3),)),
 }

@@ -13,36 +13,34 @@ import signal
 import sys
 import time
 import traceback
+from collections import defaultdict
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import sympy  # noqa: F401  torch's first backward imports it, in each rank, and slowly
 import torch
 import torch.distributed as dist
-from programs import pairs
-from stages import ROWS, WIDTH, LinearStage
+from stages import LinearStage, Pipeline
 
 from devtools import nccl
-from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.ir import B, Pass
-from megatron_zbpp.runtime.activations.store import ActivationStore
-from megatron_zbpp.runtime.channels import Channels, Message
-from megatron_zbpp.runtime.clock import HostClock
-from megatron_zbpp.runtime.executor import Executor
-from megatron_zbpp.runtime.guard.watchdog import Watchdog
-from megatron_zbpp.runtime.weight_grads import WeightGradStore
+from megatron_zbpp.runtime.guard import culprit, watchdog, watchdog_for
 from megatron_zbpp.schedules import build
 
-SETTLED = 1.0  # seconds before a mishap
-LIMIT = 60  # seconds for the cases that run at once, on a busy machine
+SETTLED = 0.5  # seconds for which the others' threads sleep before a mishap
+LIMIT = 100  # seconds for a case, on a busy machine
 AT_ONCE = 6
+# as long as ranks may take to answer on a busy machine
+culprit._ANSWER, culprit._PATIENCE = 2, 30
+watchdog._LAST_WORDS, watchdog._PEER_LOSS_GRACE_S = 40, 10
 
 
 class UnluckyStage(LinearStage):
     """The pass `victim` does not end well."""
 
-    def __init__(self, store, stage, num_stages, victim, case):
-        super().__init__(store, stage, num_stages)
+    def __init__(self, *args, victim, case):
+        super().__init__(*args)
         self.victim, self.case = victim, case
 
     def forward(self, p, received):
@@ -54,10 +52,11 @@ class UnluckyStage(LinearStage):
         return self.befall(p._replace(kind=B), made)
 
     def befall(self, p, made):
+        folder, rank = Path(self.case['folder']), str(dist.get_rank())
+        folder.joinpath(f'latest {rank}').write_text(str(time.monotonic()))
         if p != self.victim:
             return made
-        time.sleep(SETTLED)  # by now the other ranks have come as far as they can
-        Path(f'{self.case["folder"]}/mishap').write_text(str(time.monotonic()))
+        settle([int(file.name[4:]) for file in folder.glob('pid *') if file.read_text() != rank])
         mishap = self.case['mishap']
         if mishap.startswith('SIG'):
             os.kill(os.getpid(), signal.Signals[mishap])
@@ -74,6 +73,20 @@ class UnluckyStage(LinearStage):
         return made
 
 
+def settle(pids):
+    """Wait until other ranks have come as far as they can: their main threads sleep, and go on."""
+    seen, since = {}, time.monotonic()
+    while time.monotonic() < since + SETTLED:
+        now = {pid: Path(f'/proc/{pid}/status').read_text() for pid in pids}
+        still = {
+            pid: [line for line in text.splitlines() if 'State' in line or 'ctxt' in line]
+            for pid, text in now.items()
+        }
+        if still != seen or any('sleeping' not in text for text in now.values()):
+            seen, since = still, time.monotonic()
+        time.sleep(0.01)
+
+
 def common_store(file, rank, size):
     """Rank 0 serves it, on a port that is free, and writes that down."""
     if rank == 0:
@@ -88,15 +101,15 @@ def common_store(file, rank, size):
 
 def run(case, rank):
     """One rank of `case`, to its end."""
+    Path(case['folder'], f'pid {os.getpid()}').write_text(str(rank))
     store = common_store(Path(case['folder'], 'port'), rank, case['ranks'])
     dist.init_process_group('gloo', store=store, rank=rank, world_size=case['ranks'])
     schedule = build(case['schedule'], case['ranks'], case['microbatches'])
-    programs = lower(schedule)
-    watchdog = Watchdog(case['timeout'])
+    watchdog = watchdog_for(case['timeout'])
     with blocking(case) if case.get('blocks') else nullcontext(dist.group.WORLD) as group:
-        channels = Channels(group, pairs(programs), torch.device('cpu'))
+        pipeline = Pipeline(schedule, group)
         try:
-            iterate(case, rank, schedule, programs, channels, watchdog)
+            iterate(case, pipeline, watchdog)
             dist.barrier()  # as an optimizer's step does
         finally:
             watchdog.stop()
@@ -124,30 +137,12 @@ def serve(case):
     return pid
 
 
-def iterate(case, rank, schedule, programs, channels, watchdog):
+def iterate(case, pipeline, watchdog):
     """Three iterations: to warm up, which may take long; to watch; and the one of the mishap."""
-    message = Message((ROWS, WIDTH), torch.float32, torch.device('cpu'))
-    activations, partners = None, pairs(programs, saved=True)
-    if partners:
-        activations = ActivationStore(message.device, small=1)
-        saving = Channels(dist.group.WORLD, partners, message.device, shapes=True, saved=True)
-        activations.join(saving)
     for iteration in range(3):
-        store = WeightGradStore()
         victim = Pass.parse(case['pass']) if iteration == 2 else None
-        stages = {
-            stage: UnluckyStage(store, stage, schedule.num_stages, victim, case)
-            for stage in schedule.placement.stages(rank)
-        }
-        executor = Executor(
-            programs[rank],
-            stages,
-            channels,
-            message,
-            store,
-            HostClock(),
-            activations=activations,
-        )
+        pipeline.stage_class = partial(UnluckyStage, victim=victim, case=case)
+        executor = pipeline.executor()
         with watchdog.passes(executor) if iteration else nullcontext():
             executor.run()
         if iteration == 0:
@@ -172,26 +167,29 @@ def fork(case, rank):
         os._exit(code)
 
 
-def run_all(cases, indices):
-    """Those `cases` at once; exit code and time of end by (case, rank), for those that ended."""
-    running, servers = {}, []
-    for index in indices:
-        if cases[index].get('blocks'):
-            servers.append(serve(cases[index]))
-        ranks = range(cases[index]['ranks'])
-        running |= {fork(cases[index], rank): (index, rank) for rank in ranks}
-    ended = {}
-    deadline = time.monotonic() + LIMIT
-    stopped = sum(cases[index]['mishap'] == 'SIGSTOP' for index in indices)
-    while len(running) > stopped and time.monotonic() < deadline:
-        for pid in list(running):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                ended[running.pop(pid)] = os.waitstatus_to_exitcode(status), time.monotonic()
+def run_all(cases):
+    """Exit code and time of end by (case, rank), for those that ended by themselves."""
+    waiting, running, servers, until, ended = [*range(len(cases))], defaultdict(dict), {}, {}, {}
+    while waiting or running:
+        while waiting and len(running) < AT_ONCE:
+            index = waiting.pop(0)
+            case = cases[index]
+            servers[index] = [serve(case)] if case.get('blocks') else []
+            running[index] = {rank: fork(case, rank) for rank in range(case['ranks'])}
+            until[index] = time.monotonic() + LIMIT
+        for index, pids in [*running.items()]:
+            for rank, pid in [*pids.items()]:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    del pids[rank]
+                    ended[index, rank] = os.waitstatus_to_exitcode(status), time.monotonic()
+            stopped = cases[index]['mishap'] == 'SIGSTOP'
+            if len(pids) <= stopped or time.monotonic() > until[index]:
+                for pid in [*pids.values(), *servers[index]]:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                del running[index]
         time.sleep(0.01)
-    for pid in [*running, *servers]:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
     return ended
 
 
@@ -203,17 +201,15 @@ def main() -> None:
     for index, case in enumerate(cases):
         case['folder'] = f'{path.parent}/{index}'
         os.mkdir(case['folder'])
-    ended = {}
-    for first in range(0, len(cases), AT_ONCE):
-        ended |= run_all(cases, range(first, min(first + AT_ONCE, len(cases))))
+    ended = run_all(cases)
     results = []
     for index, case in enumerate(cases):
-        mishap = float(Path(case['folder'], 'mishap').read_text())
         ranks = []
         for rank in range(case['ranks']):
-            code, at = ended.get((index, rank), (None, None))
+            code, at = ended.get((index, rank), (None, 0))
+            latest = float(Path(case['folder'], f'latest {rank}').read_text())
             said = Path(case['folder'], str(rank)).read_text()
-            ranks.append({'code': code, 'seconds': at and at - mishap, 'said': said})
+            ranks.append({'code': code, 'still': at - latest, 'said': said})
         results.append(ranks)
     json.dump(results, sys.stdout)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -129,63 +130,35 @@ _SPEC = ('num_moe_experts', 'moe_grouped_gemm', 'qk_layernorm', 'multi_latent_at
 
 @dataclass(frozen=True)
 class Job:
-    """A model and how it is trained.
+    """A model and how it is trained."""
 
-    Attributes:
-        kind: a key of KINDS.
-        te: whether of Transformer Engine's layers, else of Megatron's own.
-        pp, tp, cp, dp: ranks of the pipeline, of tensor parallelism with sequence parallelism, of
-            context parallelism, replicas.
-        ep: of the replicas, those that share the experts.
-        bf16: whether in bf16, else fp32.
-        recompute: None, 'full' or 'selective'.
-        fused: whether weight gradients are added to `main_grad` by the product itself.
-        overlap: of --overlap-grad-reduce.
-        distributed: of --use-distributed-optimizer.
-        fp8: None, 'products' for products of FP8 with current scaling, or 'weights' for such
-            weights as well.
-        offload: of --pipeline-offload, for schedules of ours.
-        again: of --pipeline-recompute, for schedules of ours, also beside an offload.
-        file: of --pipeline-schedule-file, instead of a schedule's name.
-        dropout: of hidden states and of attention.
-        modules: of a layer, what Megatron's own offloading has on the host; none: it is off.
-        layers: of the model, over ranks of the pipeline.
-        positions: of --position-embedding-type, or 'yarn', which the example does not take.
-        masks: whether attention is given masks, which keep documents apart.
-        iterations, microbatches: of the training, and of each replica.
-        change: what happens to the layers once they are built: a key of CHANGES.
-        evaluation: whether there is one in the middle, as with dropout.
-        shared: whether ranks of tensor parallelism share sequences out.
-        seeds: of dropout, by layer and microbatch, for schedules of ours.
-    """
-
-    kind: str = 'dense'
-    te: bool = True
-    pp: int = 2
-    tp: int = 1
-    cp: int = 1
-    dp: int = 1
-    ep: int = 1
-    bf16: bool = False
-    recompute: str | None = None
-    fused: bool = False
-    overlap: bool = False
-    distributed: bool = False
-    fp8: str | None = None
-    offload: str | None = None
-    again: str | None = None
-    file: str | None = None
-    dropout: float = 0.0
-    modules: tuple[str, ...] = ()
-    layers: int = 2
-    positions: str = 'rope'
-    masks: bool = False
+    kind: str = 'dense'  # a key of KINDS
+    te: bool = True  # of Transformer Engine's layers, else of Megatron's own
+    pp: int = 2  # ranks of the pipeline
+    tp: int = 1  # of tensor parallelism with sequence parallelism
+    cp: int = 1  # of context parallelism
+    dp: int = 1  # replicas
+    ep: int = 1  # of the replicas, those that share the experts
+    bf16: bool = False  # else fp32
+    recompute: str | None = None  # 'full' or 'selective'
+    fused: bool = False  # weight gradients are added to `main_grad` by the product itself
+    overlap: bool = False  # --overlap-grad-reduce
+    distributed: bool = False  # --use-distributed-optimizer
+    fp8: str | None = None  # 'products' with current scaling, or 'weights' as well
+    offload: str | None = None  # --pipeline-offload, for schedules of ours
+    again: str | None = None  # --pipeline-recompute, likewise
+    file: str | None = None  # --pipeline-schedule-file, instead of a schedule's name
+    dropout: float = 0.0  # of hidden states and of attention
+    modules: tuple[str, ...] = ()  # of a layer, what Megatron's own offloading has on the host
+    layers: int = 2  # of the model, over ranks of the pipeline
+    positions: str = 'rope'  # or 'yarn', which the example does not take
+    masks: bool = False  # attention is given masks, which keep documents apart
     iterations: int = ITERATIONS
-    microbatches: int = MICROBATCHES
-    change: str = ''
-    evaluation: bool = False
-    shared: bool = True
-    seeds: bool = False
+    microbatches: int = MICROBATCHES  # of each replica
+    change: str = ''  # to the layers once they are built: a key of CHANGES
+    evaluation: bool = False  # in the middle, as with dropout
+    shared: bool = True  # ranks of tensor parallelism share sequences out
+    seeds: bool = False  # of dropout, by layer and microbatch, for schedules of ours
 
     @property
     def evaluates(self) -> bool:
@@ -245,25 +218,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run left on a rank.
+    """What a run left on a rank."""
 
-    Attributes:
-        losses: of each iteration, on the last rank.
-        norms: of the gradients.
-        parameters: by (layer, name, ranks among those that share it).
-        states: (where a shard begins, the optimizer's parameter, its state by name), by the same.
-        steps: that the optimizer's groups count.
-        early: how many optimizer steps did not wait for all ranks.
-        moved: bytes that a pass of each stage left on the host.
-    """
-
-    losses: list[float | None]
+    losses: list[float | None]  # of each iteration, on the last rank
     norms: list[float]
-    parameters: dict[tuple, torch.Tensor]
+    parameters: dict[tuple, torch.Tensor]  # by (layer, name, ranks among those that share it)
+    # by the same: where a shard begins, the optimizer's parameter, its state by name
     states: dict[tuple, tuple[int, torch.Tensor, dict[str, Any]]]
-    steps: list[int]
-    early: int
-    moved: dict[int, int]
+    steps: list[int]  # that the optimizer's groups count
+    early: int  # optimizer steps that did not wait for all ranks
+    moved: dict[int, int]  # bytes that a pass of each stage left on the host
 
 
 def train(job: Job, argv: list[str]) -> Trained:
@@ -470,14 +434,17 @@ def reference(
     than: str = 'megatron',
     words: Sequence[str] = (),
 ) -> list[Trained]:
-    """Return what a job leaves by the schedule `than`, without offload and recomputation of ours.
-
-    `words` are more of the example's.
-    """
+    """Return what a job leaves by `than`, without offload and recomputation of ours."""
     plain = replace(job, offload=None, again=None, file=None)
     argv = [*plain.argv(than, False, data), *words]
-    kept = than == 'megatron' and not job.seeds
-    return stock.trained(ranks(job.size), train, plain, argv, kept=kept)
+    if than == 'megatron' and not job.seeds:
+        return stock.trained(ranks(job.size), train, plain, argv)
+    return _trained_once(ranks(job.size), plain, tuple(argv))
+
+
+@functools.cache
+def _trained_once(ranks: Ranks, job: Job, argv: tuple[str, ...]) -> list[Trained]:
+    return ranks.run(train, job, [*argv])
 
 
 def check(
@@ -488,16 +455,7 @@ def check(
     than: str = 'megatron',
     moves: bool | None = None,
 ) -> None:
-    """Trains by `schedule` and by that of the reference.
-
-    Args:
-        ranks: the fixture.
-        data: the fixture.
-        schedule: a name, with +post-validation if optimizer steps are to be validated later.
-        job: what to train.
-        than: the schedule of the reference, without offload and recomputation.
-        moves: whether what forwards have saved leaves the device; default: with offload.
-    """
+    """Trains by `schedule`, a name or name+post-validation, and by `than`; see `rows.Training`."""
     name, _, early = schedule.partition('+')
     trained = ranks(job.size).run(train, job, job.argv(name, bool(early), data))
     assert_same(trained, reference(ranks, data, job, than))

@@ -9,15 +9,7 @@ from pathlib import Path
 def report(path: Path, device: bool = True, ranks: int = 2) -> Path:
     """An sqlite of the schema of Nsight Systems: each rank runs F, B and W for two microbatches."""
     base = sqlite3.connect(path)
-    base.executescript("""
-    CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT NOT NULL);
-    CREATE TABLE NVTX_EVENTS (start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL,
-      text TEXT, textId INTEGER, globalTid INTEGER, domainId INTEGER);
-    CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER NOT NULL, end INTEGER NOT NULL,
-      globalTid INTEGER, correlationId INTEGER, nameId INTEGER NOT NULL);
-    CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER NOT NULL, end INTEGER NOT NULL,
-      correlationId INTEGER, globalPid INTEGER, shortName INTEGER NOT NULL);
-    """)
+    base.executescript(Path(__file__).with_suffix('.sql').read_text())
     names = {1: 'sm90_gemm', 2: 'ncclDevKernel_SendRecv'}
     for rank in range(ranks):
         thread = (100 + rank << 24) | 7

@@ -13,7 +13,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ COMMON = """
     --split 100,0,0 --seed 7 --hidden-dropout 0 --attention-dropout 0 --num-workers 0
     --ckpt-format torch_dist --no-save-rng --no-load-rng
 """.split()
+EARLY = ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps', 1]
+WITHOUT_STATE = ['--no-save-optim', '--no-load-optim', '--finetune']
 ALSO: list[str] = []  # flags of all runs by schedules of ours: see `--also`
 
 
@@ -74,25 +76,15 @@ def release() -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left: exact, so that two can be compared with ==.
+    """What a run left, mostly by iteration: exact, so that two can be compared with ==."""
 
-    Attributes:
-        losses: by iteration: in hex, the loss scale, and whether the step was skipped.
-        grad_norms: by iteration, in hex.
-        zeros: in gradients, by iteration; None where they are not counted.
-        param_norms: by iteration, in hex; None where they are not logged.
-        parameters: hashes by layer.
-        optimizer: hashes of optimizer state by layer; empty where it is sharded.
-        reported: what `event` gave, by rank.
-    """
-
-    losses: dict[int, tuple]
-    grad_norms: dict[int, str]
-    zeros: dict[int, float | None]
-    param_norms: dict[int, str | None]
-    parameters: dict[str, str]
-    optimizer: dict[str, str]
-    reported: tuple[Any, ...] = ()
+    losses: dict[int, tuple]  # in hex, the loss scale, and whether the step was skipped
+    grad_norms: dict[int, str]  # in hex
+    zeros: dict[int, float | None]  # in gradients; None where they are not counted
+    param_norms: dict[int, str | None]  # in hex; None where they are not logged
+    parameters: dict[str, str]  # hashes by layer
+    optimizer: dict[str, str]  # hashes by layer; empty where it is sharded
+    reported: tuple[Any, ...] = ()  # what `event` gave, by rank
 
 
 def train(
@@ -100,17 +92,14 @@ def train(
 ) -> tuple[dict, dict, dict, dict, dict, int, Any]:
     """Runs on each rank: the script under our launcher, leaving no state of Megatron behind.
 
-    Args:
-        argv: of the script.
-        event: a context manager around the run, see `events`; gives what is to be reported.
-        script: that one.
+    `event` is a context manager around the run, which gives what is to be reported: see `events`.
     """
     _find_megatron()
     read_descriptions_once()
     import few_documents  # noqa: F401  (what it does, importing it does)
     import report
     from example import early_steps
-    from megatron.training import training
+    from megatron.training import arguments, training
 
     import megatron_zbpp.launch
 
@@ -135,7 +124,13 @@ def train(
     training.setup_model_and_optimizer = setup_model_and_optimizer
     try:
         # the launcher puts the script's folder first: our example is called as NVIDIA's is
-        with event(training) as reported, mock.patch.object(sys, 'path', [*sys.path]):
+        with (
+            event(training) as reported,
+            mock.patch.object(sys, 'path', [*sys.path]),
+            mock.patch.object(
+                arguments, '_print_args', lambda *_: None
+            ),  # 500 lines, a tenth of it
+        ):
             try:
                 megatron_zbpp.launch.main(['--cpu', str(script), *argv])
             except SystemExit as left:  # at --exit-interval
@@ -238,15 +233,9 @@ def run(
     waits: bool = False,
     without: Container[str] = (),
 ) -> Run:
-    """Trains with `argv` on `ranks`; holds that steps are validated later where that is asked for.
+    """Trains with `argv`; holds that steps are validated later where that is asked for.
 
-    Args:
-        ranks: they train.
-        argv: of the script.
-        event: see `train`.
-        script: see `train`.
-        waits: whether no step is to be validated later, though asked for.
-        without: flags of `COMMON` that are left out.
+    Or that none is (`waits`). Flags of `COMMON` are left out that are `without`.
     """
     real = '--data-path' in argv
     common = [word for word in COMMON if word not in without]
@@ -260,6 +249,55 @@ def run(
     asked = '--enable-optimizer-post-validation' in argv
     assert any(early) == (asked and not waits), f'steps taken early, by rank: {early}'
     return left(results)
+
+
+def by(schedule: str) -> list[str | int]:
+    """Return flags of a schedule; `+post-validation`: its optimizer steps are validated later."""
+    name, _, early = schedule.partition('+')
+    return ['--pipeline-schedule', name, *(EARLY if early else [])]
+
+
+def require_same(found: Run, stock: Run, behind: int = 0, optimizer: bool = True) -> None:
+    """Hold that a run left what stock left: losses, parameters, optimizer state, to the bit.
+
+    We began `behind` so many iterations of stock.
+    """
+    assert found.losses == since(behind, stock.losses) and found.losses
+    assert found.parameters == stock.parameters
+    assert not optimizer or found.optimizer == stock.optimizer
+
+
+def go_on(
+    ranks: Ranks,
+    folder: Path,
+    flags: list,
+    ours: list,
+    theirs: Sequence = (),
+    event: Any = events.nothing,
+    stock_event: Any = events.nothing,
+    at: int = 1,
+    sharded: bool = False,
+    optimizer: bool = True,
+    **how: Any,
+) -> tuple[Run, Run]:
+    """Train by Megatron's own schedule, and by ours from its checkpoint after `at` iterations.
+
+    `flags` are of both. Where state of the optimizer is `sharded`, both begin without it: another
+    placement cuts elsewhere, and Megatron cannot load it into torch's Adam. Returns our run, and
+    Megatron's, which are the same to the bit.
+    """
+    saving, loading = ['--save', folder, '--save-interval', at], ['--load', folder]
+    if sharded:
+        run(ranks, *flags, *theirs, *saving, *WITHOUT_STATE, '--exit-interval', at, **how)
+        loading += WITHOUT_STATE
+        stock = run(ranks, *flags, *theirs, *loading, event=stock_event, **how)
+    else:
+        stock = run(ranks, *flags, *theirs, *saving, event=stock_event, **how)
+        loading += ['--ckpt-step', at]
+    assert len(set(stock.losses.values())) == len(stock.losses) > 1
+    found = run(ranks, *flags, *ours, *loading, event=event, **how)
+    require_same(found, stock, 0 if sharded else at, optimizer and not sharded)
+    return found, stock
 
 
 def left(results: list[Any]) -> Run:

@@ -22,12 +22,10 @@ import torch
 
 
 class OlderWeights:
-    """Puts older weights into the whole model, by formula.
+    """Puts older weights into the whole model, by formula, of p parts (2p of wpipe).
 
-    Args:
-        method: pipedream-2bw, whose weights are one step old; pipedream, where part s of p has seen
-            the microbatch p-1-s later; or wpipe, where those of the first half are one step old.
-        parts: p, for wpipe 2p.
+    Those of pipedream-2bw are one step old; of pipedream part s of p has seen the microbatch p-1-s
+    later; of wpipe those of the first half are one step old.
     """
 
     def __init__(self, method: str, parts: int) -> None:
@@ -71,13 +69,7 @@ class OlderWeights:
 
 
 def train(method: str, parts: int, argv: list[str]) -> None:
-    """The example's training, of which batches and forwards have other weights.
-
-    Args:
-        method: see `OlderWeights`.
-        parts: ranks of the pipeline whose weights they are.
-        argv: flags of the example.
-    """
+    """The example's training, whose batches and forwards have the weights of so many parts."""
     weights = OlderWeights(method, 2 * parts if method == 'wpipe' else parts)
     args = script.parse_args([*argv, '--pipeline-schedule', 'megatron'])
     run_batch = partial(weights.run_batch, script.run_batch)

@@ -75,13 +75,9 @@ def programs_always_end(
 ) -> bool:
     """The same of lowered programs, with every send waiting until its receive has been posted.
 
-    Messages of a channel pair up in order: the k-th send meets the k-th receive, and they must
-    mean the same message.
-
-    Args:
-        programs: of all ranks.
-        synchronises: whether a pass waits for all receives that its rank has posted.
-        in_order: whether a receive waits for the one before it from the same rank.
+    The k-th send of a channel meets the k-th receive, and they must mean the same message. A pass
+    may wait for all receives of its rank (synchronises), a receive for the one before it (in
+    order).
     """
 
     def channel(rank: int, at: int, kind: type, peer: int, saved: bool | None = None) -> list[Pass]:
@@ -137,13 +133,7 @@ def _never_stuck(lengths: list[int], can_act: Callable[[tuple[int, ...], int], b
 def spans(
     schedule: Schedule, costs: Costs, sizes: Sequence[float] = ()
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """Start and end of each pass, by correcting guesses until none is too early.
-
-    Args:
-        schedule: of which passes.
-        costs: of a microbatch of size 1.
-        sizes: of the microbatches; default: 1.
-    """
+    """Start and end of each pass, by correcting guesses until none is too early."""
     ranks, everything = schedule.placement.only_route, {p for _, p in schedule}
 
     def time(p: Pass, costs: Costs) -> float:

@@ -7,21 +7,16 @@ import io
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How it ended.
+    """How it ended."""
 
-    Attributes:
-        code: its exit code; None where it went on.
-        said: on standard error.
-        result: where it went on.
-    """
-
-    code: int | None
-    said: str
-    result: object = None
+    code: int | None  # None where it went on
+    said: str  # on standard error
+    result: object = None  # where it went on
 
 
 def outcome(function: Callable, *args: object) -> Outcome:
@@ -38,6 +33,15 @@ def outcome(function: Callable, *args: object) -> Outcome:
         except SystemExit as left:
             return Outcome(left.code, errors.getvalue())
     return Outcome(None, errors.getvalue(), result)
+
+
+def error_of(function: Callable, *args: Any, **named: Any) -> str | None:
+    """Of the error that a function ends with; None: it ends without."""
+    try:
+        function(*args, **named)
+    except (Exception, SystemExit) as error:
+        return str(error)
+    return None
 
 
 def of_all(found: list[Outcome]) -> Outcome:

@@ -52,12 +52,8 @@ def pairs(programs, saved=False):
         (rank, i.peer)
         for rank, program in enumerate(programs)
         for i in program
-        if _sends(i) and i.saved == saved
+        if isinstance(i, Send) and i.saved == saved
     }
-
-
-def _sends(instruction):
-    return isinstance(instruction, Send)
 
 
 def side_by_side(*pipelines):
@@ -89,11 +85,9 @@ def side_by_side(*pipelines):
 class Timing:
     """What programs take on streams: passes on one, the messages of each connection on another.
 
-    Args:
-        costs: of passes, and of messages (`edge`).
-        streams: whether a receive starts when the passes launched before it have ended, as NCCL's
-            do that are called on the stream of the passes; else when its message is sent.
-        in_order: whether everything on a rank starts in the order of its program.
+    With `streams` a receive starts when the passes launched before it have ended, as NCCL's do that
+    are called on the stream of the passes; else when its message is sent. With `in_order`
+    everything on a rank starts in the order of its program.
     """
 
     def __init__(self, programs, costs, streams, in_order):
@@ -102,7 +96,9 @@ class Timing:
         self.launched = [0.0] * len(programs)
         self.sent, self.posted, self.ended = defaultdict(list), defaultdict(list), defaultdict(list)
         self.arrived, self.takers = {}, defaultdict(list)
-        self.awaited = {i.consumer for program in programs for i in program if _receives(i)}
+        self.awaited = {
+            i.consumer for program in programs for i in program if isinstance(i, Receive)
+        }
         left = [deque(program) for program in programs]
         while sum(self._advance(rank, program) for rank, program in enumerate(left)):
             pass
@@ -126,9 +122,9 @@ class Timing:
             self.computed[rank] = start + self.costs.duration(
                 chain(self.costs.num_stages), i.kind, i.stage, rank
             )
-        elif _sends(i):
+        elif isinstance(i, Send):
             return self._begin(rank, (rank, i.peer), self.sent, self.computed[rank])
-        elif _receives(i):
+        elif isinstance(i, Receive):
             self.takers[i.peer, rank].append(i.consumer)
             free = self.computed[rank] if self.streams else 0.0
             if not self._begin(rank, (i.peer, rank), self.posted, free):
@@ -155,17 +151,13 @@ class Timing:
         return free
 
 
-def _receives(instruction):
-    return isinstance(instruction, Receive)
-
-
 def in_flight(programs):
     """Return how many receives are posted and not taken yet while passes run: mean and most."""
     counts = []
     for program in programs:
         posted = []
         for i in program:
-            if _receives(i) and not i.saved:
+            if isinstance(i, Receive) and not i.saved:
                 posted.append(i.consumer)
             elif isinstance(i, Pass):
                 posted = [consumer for consumer in posted if consumer != i]
@@ -184,7 +176,7 @@ def awaited_early(programs):
             elif isinstance(i, Pass):
                 early += sum(consumer not in (i, *joined) for consumer in posted)
                 posted, joined = [], joined if i in joined else ()
-            elif _receives(i) and i.consumer.kind == F:
+            elif isinstance(i, Receive) and i.consumer.kind == F:
                 posted.append(i.consumer)
                 count += 1
     return early, count
@@ -208,11 +200,11 @@ def spinning(schedule, programs, comm=0.02):
         for i in program:
             if isinstance(i, Pass):
                 free = ends[i]
-            elif _receives(i):
+            elif isinstance(i, Receive):
                 posted[i.producer, i.consumer] = free
     receives, sends = ([[] for _ in programs] for _ in '12')
     for rank, program in enumerate(programs):
-        for i in filter(_sends, program):
+        for i in (each for each in program if isinstance(each, Send)):
             sent, begun = ends[i.producer], posted[i.producer, i.consumer]
             come = max(sent, begun) + comm
             receives[i.peer].append((begun, come))

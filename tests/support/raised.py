@@ -16,19 +16,12 @@ Place = tuple[str, int]
 
 
 class Statement(NamedTuple):
-    """A `raise`; rows of the table of rules are tried by `test_refusals.py`.
+    """A `raise`; rows of the table of rules are tried by `test_refusals.py`."""
 
-    Attributes:
-        file: from the package down.
-        function: with its class.
-        lines: from the first to the last.
-        text: its source, without line ends.
-    """
-
-    file: str
-    function: str
-    lines: range
-    text: str
+    file: str  # from the package down
+    function: str  # with its class
+    lines: range  # from the first to the last
+    text: str  # its source, without line ends
 
     def is_called(self, name: str) -> bool:
         """Whether it is meant by `file function`, or `file function: words of it`."""

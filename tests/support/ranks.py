@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import functools
 import gc
 import importlib
@@ -23,6 +24,7 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import compiled
 import psutil
 import torch
 import torch.distributed as dist
@@ -45,13 +47,8 @@ class Pool:
     """As many processes as the largest group had; a smaller group is made of the first of them.
 
     So idle ones are few: each holds memory, and each of its gloo threads wakes 100 times a second.
-    Layers of Transformer Engine leave a group with each training.
-
-    Args:
-        prepare: called before Megatron is imported, with `args`, in the processes that are forked;
-            where a GPU is, in each fork: what CUDA has begun no fork takes with it.
-        emulated: whether what asks for CUDA gets the CPU, where no GPU is; else `prepare` sees to
-            it.
+    `prepare` is called before Megatron is imported in the processes that are forked; where a GPU
+    is, in each fork. Unless it sees to that (not `emulated`), what asks for CUDA gets the CPU.
     """
 
     def __init__(self, prepare: Callable | None = None, *args: Any, emulated: bool = True) -> None:
@@ -59,6 +56,7 @@ class Pool:
         self._servers: list[tuple[mp.Process, Connection]] = []
         self._processes: list[psutil.Process] = []
         self._connections: list[Connection] = []
+        self._stacks: list[int] = []
         self._joined = 0
         self._keeps = False  # whether ranks have Megatron's groups for the next call
         self._store: dist.Store | None = None
@@ -104,7 +102,10 @@ class Pool:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         psutil.wait_procs(self._processes)
-        self._processes, self._connections, self._joined, self._keeps = [], [], 0, False
+        for file in self._stacks:
+            os.close(file)
+        self._processes, self._connections, self._stacks = [], [], []
+        self._joined, self._keeps = 0, False
 
     def _start(self, size: int) -> None:
         for rank in range(len(self._processes), size):
@@ -113,7 +114,9 @@ class Pool:
             _, server = self._servers[rank % _SERVERS]
             ours, theirs = mp.Pipe()
             server.send(rank)
-            reduction.send_handle(server, theirs.fileno(), None)
+            self._stacks.append(os.memfd_create('stacks'))
+            for handle in theirs.fileno(), self._stacks[-1]:
+                reduction.send_handle(server, handle, None)
             self._processes.append(psutil.Process(server.recv()))
             theirs.close()
             self._connections.append(ours)
@@ -146,12 +149,20 @@ class Pool:
                 (errors if failed else results)[rank] = value
                 if failed:  # others may wait for it, and for ever
                     deadline = min(deadline, time.monotonic() + _LAST_WORDS)
-        errors |= dict.fromkeys(waiting.values(), 'no answer')
+        errors |= {rank: f'no answer\n{self._at(rank)}' for rank in waiting.values()}
         if errors:
             raise RankError('\n'.join(f'rank {rank}: {errors[rank]}' for rank in sorted(errors)))
         if doomed:  # by a watchdog, which would strike in a later call
             self._end_ranks()
         return [results[rank] for rank in range(size)]
+
+    def _at(self, rank: int) -> str:
+        """The stacks of a rank's threads, as Python tells them while it waits in C, too."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._processes[rank].send_signal(signal.SIGUSR1)
+            time.sleep(1)
+        written = os.fstat(self._stacks[rank]).st_size
+        return os.pread(self._stacks[rank], written, 0).decode(errors='replace')
 
 
 @dataclass(frozen=True)
@@ -167,9 +178,8 @@ class Ranks:
     def run(self, function: Callable, *args: Any, timeout: float = 200) -> list[Any]:
         """`function(*args)` on every rank; its results by rank.
 
-        Raises:
-            RankError: it raised on some rank, or did not end in `timeout` seconds. The processes
-                are then gone; the next call starts new ones.
+        Raises RankError if a rank raised or did not end in time: the next call starts new
+        processes.
         """
         return self.pool.run(self.size, function, args, timeout)
 
@@ -207,10 +217,12 @@ def _fork_ranks(
             except EOFError:
                 return
             theirs = Connection(reduction.recv_handle(connection))
-            given = rank, theirs, connection, make_ready if gpu else None
+            stacks = reduction.recv_handle(connection)
+            given = rank, theirs, connection, stacks, make_ready if gpu else None
             ranks.append(context.Process(target=_serve, args=given))
             ranks[-1].start()
             theirs.close()
+            os.close(stacks)
             connection.send(ranks[-1].pid)
 
 
@@ -249,15 +261,22 @@ def _import_megatron() -> None:
         names += ['megatron.training.training', 'megatron_zbpp.launch', 'nvidia', 'pretrain_script']
     for name in names:
         importlib.import_module(name)
+    if compiled.DONE.exists():
+        compiled.load()
     if 'nvidia' in names:
         sys.modules['nvidia'].read_descriptions_once()
 
 
 def _serve(
-    rank: int, connection: Connection, parents: Connection, make_ready: Callable | None
+    rank: int,
+    connection: Connection,
+    parents: Connection,
+    stacks: int,
+    make_ready: Callable | None,
 ) -> None:
     """Answers calls until the parent is gone."""
     parents.close()
+    faulthandler.register(signal.SIGUSR1, stacks)
     os.setsid()  # so that saving's helper process can be ended with it
     os.environ |= {'RANK': str(rank), 'MASTER_ADDR': '127.0.0.1', 'GLOO_SOCKET_IFNAME': 'lo'}
     os.environ.setdefault('LOCAL_RANK', str(rank))

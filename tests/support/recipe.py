@@ -25,33 +25,18 @@ SCRATCH, PACKED = 'a recipe from scratch', 'a recipe of packed sequences'
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run left: exact, so that two can be compared with ==.
+    """What a run left: exact, so that two can be compared with ==."""
 
-    Attributes:
-        losses: of each iteration, on the last rank.
-        norms: of the gradients.
-        weights: as Hugging Face names them: shape, and a weighted sum in hex.
-        loaded: the same, before the first iteration.
-        early: how many optimizer steps did not wait for all ranks.
-        waits: by iteration: what was waited for since the end of the one before, but for its
-            passes, see `events.pipeline_waits`.
-    """
-
-    losses: list[str]
+    losses: list[str]  # of each iteration, on the last rank
     norms: list[str]
-    weights: dict[str, str]
-    loaded: dict[str, str]
-    early: int
-    waits: list[list[str]]
+    weights: dict[str, str]  # as Hugging Face names them: shape, and a weighted sum in hex
+    loaded: dict[str, str]  # the same, before the first iteration
+    early: int  # optimizer steps that did not wait for all ranks
+    waits: list[list[str]]  # by iteration, but for its passes: see `events.pipeline_waits`
 
 
 def save_weights(folder: Path, kind: str) -> None:
-    """Leaves a small model in Hugging Face's format: run it on all ranks.
-
-    Args:
-        folder: to leave it in.
-        kind: of recipe.
-    """
+    """Leaves a small model in Hugging Face's format: run it on all ranks."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     if dist.get_rank() == 0:
@@ -215,12 +200,7 @@ def overlaps(tp_comm_overlap: bool = False, **asked: bool) -> Any:
 
 
 def change(made: Any, changes: Mapping[str, Any]) -> None:
-    """Set fields of a configuration.
-
-    Args:
-        made: the configuration.
-        changes: values by the field's name, as `model.num_layers`.
-    """
+    """Set fields of a configuration, by names such as `model.num_layers`."""
     for name, value in changes.items():
         path, _, last = name.rpartition('.')
         owner = functools.reduce(getattr, path.split('.'), made) if path else made
@@ -235,16 +215,7 @@ def train(
     changes: Mapping[str, Any] = types.MappingProxyType({}),
     **options: Any,
 ) -> Trained:
-    """Runs on each rank: `pretrain` of Bridge, by `schedule`; 'megatron' is Megatron's own.
-
-    Args:
-        folder: of the weights.
-        schedule: see above.
-        post_validation: as for `enable`.
-        kind: of recipe.
-        changes: to its configuration.
-        **options: as for `enable`.
-    """
+    """Runs on each rank: `pretrain` of Bridge, by `schedule`; 'megatron' is Megatron's own."""
     from megatron.bridge.training import pretrain as entry
     from megatron.bridge.training.callbacks import Callback
     from megatron.bridge.training.gpt_step import forward_step

@@ -29,21 +29,14 @@ _SCONTROL = """#!/bin/sh
 
 @dataclass(frozen=True)
 class Launched:
-    """What came of an sbatch file.
+    """What came of an sbatch file."""
 
-    Attributes:
-        status: its exit status.
-        errors: what it wrote to standard error.
-        argv: what srun was given, or zbpp, whichever came first; empty where neither was started.
-        environment: of that.
-        out: what it wrote to standard output.
-    """
-
-    status: int
-    errors: str
+    status: int  # its exit status
+    errors: str  # what it wrote to standard error
+    # what srun was given, or zbpp, whichever came first; empty where neither was started
     argv: list[str]
-    environment: dict[str, str]
-    out: str
+    environment: dict[str, str]  # of that
+    out: str  # what it wrote to standard output
 
     @property
     def torchrun(self) -> list[str]:

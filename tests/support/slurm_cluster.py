@@ -17,31 +17,7 @@ import hosts
 NODES = ('node-a7', 'node-a8')
 _PACKAGES = {'sbatch': 'slurm-wlm', 'slurmctld': 'slurm-wlm', 'slurmd': 'slurm-wlm'}
 _PACKAGES |= {'munged': 'munge'}
-_CONFIGURATION = """\
-ClusterName=test
-SlurmctldHost={controller}
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-# a requeued job begins once its credential has expired
-AuthInfo=socket={folder}/munge,cred_expire=5
-CredType=cred/munge
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SchedulerParameters=sched_interval=1,bf_interval=1
-MpiDefault=none
-JobRequeue=1
-KillWait=60
-NodeName={nodes} CPUs=2 RealMemory=1000
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""
+_CONFIGURATION = Path(__file__).with_name('slurm.conf')
 
 
 def missing() -> str | None:
@@ -54,17 +30,11 @@ def missing() -> str | None:
 
 @dataclass(frozen=True)
 class Job:
-    """One that was submitted.
+    """One that was submitted."""
 
-    Attributes:
-        cluster: where it runs.
-        number: that SLURM gave it.
-        log: its output.
-    """
-
-    cluster: Cluster
-    number: int
-    log: Path
+    cluster: Cluster  # where it runs
+    number: int  # that SLURM gave it
+    log: Path  # its output
 
     def show(self) -> dict[str, str]:
         """What SLURM says of it."""
@@ -76,11 +46,7 @@ class Job:
         return self.show()['JobState']
 
     def wait(self, until: Callable[[], bool], seconds: float) -> None:
-        """Raises where that does not come.
-
-        Raises:
-            AssertionError: with what the job said.
-        """
+        """Raises AssertionError, with what the job said, where that does not come."""
         deadline = time.monotonic() + seconds
         while not until():
             late = time.monotonic() > deadline
@@ -115,15 +81,7 @@ class Cluster:
     def submit(
         self, file: Path, folder: Path, *arguments: object, options: tuple = (), **environment: str
     ) -> Job:
-        """Submits an sbatch file from `folder`.
-
-        Args:
-            file: with its name from `folder`.
-            folder: where sbatch is called.
-            arguments: behind the file.
-            options: of sbatch.
-            environment: variables beside those of this process.
-        """
+        """Submits an sbatch file from `folder`, with options of sbatch and variables of its own."""
         log = self.folder / f'{file.stem}-%j.log'
         command = ['sbatch', '--parsable', f'--output={log}', *options, file, *arguments]
         settings = {'SLURM_CONF': self.configuration, 'OMP_NUM_THREADS': '1', **environment}
@@ -148,14 +106,14 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     with hosts.pair(NODES, folder) as nodes:
         made = Cluster(nodes, folder)
         settings = {'controller': nodes[0].name, 'folder': folder, 'nodes': ','.join(NODES)}
-        made.configuration.write_text(_CONFIGURATION.format(**settings))
+        made.configuration.write_text(_CONFIGURATION.read_text().format(**settings))
         (folder / 'state').mkdir()
         _start_munge(nodes[0], folder)
         conf = f'SLURM_CONF={made.configuration}'
         nodes[0].run('env', conf, 'slurmctld')
         for node in nodes:
             node.run('env', conf, 'slurmd', '-N', node.name)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while made.run('sinfo', '--noheader', '--format=%T %D').split() != ['idle', '2']:
             assert time.monotonic() < deadline, (folder / 'slurmctld.log').read_text()
             time.sleep(0.5)

@@ -6,7 +6,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer.spec_utils import ModuleSpec
 
 
 class SequenceParallelNorm(torch.nn.LayerNorm):
@@ -51,20 +50,7 @@ def _positions(length: int, rank: int, size: int) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def _with_norm() -> ModuleSpec:
-    spec = get_gpt_layer_local_spec()
-    spec.submodules.input_layernorm = SequenceParallelNorm
-    spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
-    return spec
-
-
-sequence_parallel = _with_norm()
-
-
-def _with_attention() -> ModuleSpec:
-    spec = get_gpt_layer_local_spec()
-    spec.submodules.self_attention.submodules.core_attention = GatheringAttention
-    return spec
-
-
-context = _with_attention()
+sequence_parallel, context = get_gpt_layer_local_spec(), get_gpt_layer_local_spec()
+sequence_parallel.submodules.input_layernorm = SequenceParallelNorm
+sequence_parallel.submodules.pre_mlp_layernorm = SequenceParallelNorm
+context.submodules.self_attention.submodules.core_attention = GatheringAttention

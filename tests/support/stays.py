@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from hashlib import sha256
 
 from megatron_zbpp.ir.costs import Costs
 
 # Fields younger than the files: what a value is made of may change where no answer does.
-ADDED = {
-    ('Kind', 'of_weights'),
-    ('Send', 'message'),
-    ('Receive', 'message'),
-    ('Hand', 'message'),
-    ('Graph', 'collectives'),
-    ('Schedule', 'costs'),
-}
+ADDED = 'Kind.of_weights Send.message Receive.message Hand.message Graph.collectives Schedule.costs'
 
 
 def _as_before(costs: Costs) -> list[object]:
@@ -34,17 +28,20 @@ def rounded(value: object) -> object:
     if isinstance(value, dict):
         return rounded(sorted(value.items()))
     if hasattr(value, '_fields'):
-        kind = type(value).__name__
-        return [rounded(getattr(value, n)) for n in value._fields if (kind, n) not in ADDED]
+        return _fields(value, value._fields)
     if isinstance(value, tuple | list):
         return [rounded(each) for each in value]
     if hasattr(value, '__dataclass_fields__'):
         if isinstance(value, Costs):
             return rounded(_as_before(value))
-        kind = type(value).__name__
-        names = [name for name in value.__dataclass_fields__ if (kind, name) not in ADDED]
-        return [rounded(getattr(value, name)) for name in names]
+        return _fields(value, value.__dataclass_fields__)
     return str(value)
+
+
+def _fields(value: object, names: Iterable[str]) -> list[object]:
+    kind = type(value).__name__
+    old = (name for name in names if f'{kind}.{name}' not in ADDED.split())
+    return [rounded(getattr(value, name)) for name in old]
 
 
 def digits(answer: object) -> str:

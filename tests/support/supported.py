@@ -35,10 +35,7 @@ def supports(
 ) -> pytest.MarkDecorator:
     """Says what a test shows when it passes; the test's parameters are filled in.
 
-    Args:
-        feature: in a few words.
-        schedules: names between spaces.
-        outcome: see `Record`.
+    Schedules are names between spaces; for the outcome see `Record`.
     """
     return pytest.mark.supports(feature, schedules, outcome)
 
@@ -49,11 +46,7 @@ def refuses(feature: str, why: str, schedules: str = 'any') -> pytest.MarkDecora
 
 
 def absent(why: str) -> NoReturn:
-    """Skips a test of what this release of Megatron does not have; the page says so.
-
-    Args:
-        why: since when it does, or what it lacks.
-    """
+    """Skips a test of what this Megatron lacks, and says why, since when: the page has it, too."""
     pytest.skip(_LACKS + why)
 
 

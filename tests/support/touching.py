@@ -7,32 +7,24 @@ import functools
 import io
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
+
+from injected import run
 
 NOW_AND_THEN = 3  # so often a program touches that does not in each iteration
 
 
 @dataclass
 class Program:
-    """What the functions below find.
+    """What the functions below find."""
 
-    Attributes:
-        models: the chunks of this rank.
-        optimizer: Megatron's.
-        iteration: from 0, of the training call that comes or has been.
-        read: what the program has written down.
-        kept: what it keeps from call to call.
-    """
-
-    models: list = None
-    optimizer: Any = None
-    iteration: int = 0
-    read: list = None
-    kept: dict = None
+    models: list = None  # the chunks of this rank
+    optimizer: Any = None  # Megatron's
+    iteration: int = 0  # from 0, of the training call that comes or has been
+    read: list = None  # what the program has written down
+    kept: dict = None  # what it keeps from call to call
 
     def parameters(self) -> Iterator[tuple[str, Any]]:
         """Yield those of the layers, by layer and name: who holds them depends on the schedule."""
@@ -48,7 +40,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Done:
-    """What a rank did: of post-validation, and what the program has read."""
+    """What a rank did: of post-validation, what it says of it, and what the program has read."""
 
     early: int
     redone: int
@@ -56,31 +48,12 @@ class Done:
     read: tuple
 
 
-def train(argv: list[str], metrics: Path, program: str, early: bool, variant: str) -> Done:
-    """Runs on each rank: the example's `train` with a program in it.
-
-    Args:
-        argv: of the example.
-        metrics: file for what it logs.
-        program: one of `PROGRAMS`.
-        early: whether steps are validated later.
-        variant: see `injected`.
-    """
+def train(argv: list[str], program: str, early: bool, variant: str, *, metrics: Path) -> Done:
+    """Runs on each rank: the example's `train` with one of `PROGRAMS`, a variant of `injected`."""
     import pretrain_gpt
-    from example import forget_groups
-    from injected import _VARIANTS
-
-    import megatron_zbpp
 
     at = Program(read=[], kept={})
     functions = PROGRAMS[program]
-    plugins = []
-    enable = megatron_zbpp.enable
-
-    def enabling(*args, **kwargs):
-        plugins.append(enable(*args, **kwargs | {'post_validation': 1 if early else False}))
-        return plugins[-1]
-
     build_model, build_optimizer = pretrain_gpt.build_model, pretrain_gpt.build_optimizer
     run_batch, evaluate = pretrain_gpt.run_batch, pretrain_gpt.evaluate
 
@@ -108,23 +81,18 @@ def train(argv: list[str], metrics: Path, program: str, early: bool, variant: st
         with functions.get('evaluation', _around_nothing)(at):
             return evaluate(*args)
 
-    said = io.StringIO()
-    with ExitStack() as stack:
-        stack.callback(forget_groups)
-        stack.enter_context(contextlib.redirect_stderr(said))
-        stack.enter_context(mock.patch.object(megatron_zbpp, 'enable', enabling))
-        replaced = {
-            'build_model': building,
-            'build_optimizer': optimizing,
-            'run_batch': running,
-            'evaluate': evaluating,
-        }
-        for name, replacement in {**_VARIANTS[variant](pretrain_gpt), **replaced}.items():
-            stack.enter_context(mock.patch.object(pretrain_gpt, name, replacement))
-        pretrain_gpt.train(pretrain_gpt.parse_args([*argv, '--metrics-file', str(metrics)]))
-        done = plugins[-1].post_validation if plugins else None
-        counts = (done.early, done.redone) if done else (0, 0)
-        return Done(*counts, said.getvalue(), tuple(json.dumps(each) for each in at.read))
+    own = {
+        'build_model': building,
+        'build_optimizer': optimizing,
+        'run_batch': running,
+        'evaluate': evaluating,
+    }
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        plugins = run(argv, 1 if early else False, variant, own, metrics)
+    done = plugins[-1].post_validation if plugins else None
+    counts = (done.early, done.redone) if done else (0, 0)
+    heard = said.getvalue() if plugins else ''
+    return Done(*counts, heard, tuple(json.dumps(each) for each in at.read))
 
 
 def _nothing(_: Program) -> None:
@@ -154,21 +122,19 @@ def clamp(at: Program) -> None:
             parameter.clamp_(-0.03, 0.03)
 
 
-def clamp_data(at: Program) -> None:
-    for _, parameter in at.parameters():
-        if at.due:
-            parameter.data.clamp_(-0.03, 0.03)
-
-
-def clamp_layer(layer: str) -> Callable:
-    """On the one rank that holds it."""
+def of_data(change: Callable, chosen: str = '') -> Callable:
+    """Now and then, `change` of parameters' data; of a layer, on the one rank that holds it."""
 
     def program(at: Program) -> None:
         for name, parameter in at.parameters():
-            if at.due and name.startswith(layer):
-                parameter.data.clamp_(-0.03, 0.03)
+            if at.due and chosen in f' {name} ':
+                change(parameter)
 
     return program
+
+
+def _clamp_data(parameter: Any) -> None:
+    parameter.data.clamp_(-0.03, 0.03)
 
 
 @_without_grad
@@ -187,25 +153,19 @@ def decay_buffers(at: Program) -> None:
                 buffer.param_data.mul_(0.99)
 
 
-def replace(at: Program) -> None:
+def replace(parameter: Any) -> None:
     """Other memory."""
-    for _, parameter in at.parameters():
-        if at.due:
-            parameter.data = parameter.data * 0.99
+    parameter.data = parameter.data * 0.99
 
 
-def permute(at: Program) -> None:
+def permute(parameter: Any) -> None:
     """Values in another order: what adds up all of them sees nothing."""
-    for name, parameter in at.parameters():
-        if at.due and name.endswith('linear_fc1.weight'):
-            parameter.data.copy_(parameter.data.roll(2, 0))
+    parameter.data.copy_(parameter.data.roll(2, 0))
 
 
-def prune(at: Program) -> None:
+def prune(parameter: Any) -> None:
     """The smallest weights to zero."""
-    for _, parameter in at.parameters():
-        if at.due:
-            parameter.data.mul_(parameter.data.abs() > 5e-3)
+    parameter.data.mul_(parameter.data.abs() > 5e-3)
 
 
 @_without_grad
@@ -292,34 +252,25 @@ def swap_alone(at: Program) -> None:
 
 
 def log_norms(at: Program) -> None:
-    at.read.append({name: _gradient(p).norm().item() for name, p in at.parameters()})
+    at.read.append({name: p.main_grad.norm().item() for name, p in at.parameters()})
 
 
 def clip_each(at: Program) -> None:
     """Each parameter's gradient by itself."""
     for _, parameter in at.parameters():
-        gradient = _gradient(parameter)
+        gradient = parameter.main_grad
         gradient.mul_((0.01 / (gradient.norm() + 1e-6)).clamp(max=1))
 
 
 def noise(at: Program) -> None:
     for _, parameter in at.parameters():
-        _gradient(parameter).add_(parameter.detach().float().sign(), alpha=1e-3)
-
-
-def _gradient(parameter: Any) -> Any:
-    return parameter.main_grad
+        parameter.main_grad.add_(parameter.detach().float().sign(), alpha=1e-3)
 
 
 def fill(at: Program) -> None:
     """A gradient of the program's own, before the iteration begins."""
     for _, parameter in at.parameters():
-        _gradient(parameter).add_(parameter.detach().float(), alpha=1e-2)
-
-
-def fill_and_clamp(at: Program) -> None:
-    fill(at)
-    clamp_data(at)
+        parameter.main_grad.add_(parameter.detach().float(), alpha=1e-2)
 
 
 def set_rate(at: Program) -> None:
@@ -373,20 +324,20 @@ def told(at: Program) -> None:
 # by name: what each does, when
 WEIGHTS: dict[str, dict[str, Callable]] = {
     'clamp in place': {'between': clamp},
-    'clamp through data': {'between': clamp_data},
+    'clamp through data': {'between': of_data(_clamp_data)},
     'weight decay each time': {'between': decay},
     'averages in evaluation': {'evaluation': average},
     'averages': {'between': average_alone},
-    'clamp the first layer': {'between': clamp_layer('1.')},
-    'gradients before, clamp': {'before': fill_and_clamp},
+    'clamp the first layer': {'between': of_data(_clamp_data, ' 1.')},
+    'gradients before, clamp': {'before': each(fill, of_data(_clamp_data))},
 }
 MORE_WEIGHTS: dict[str, dict[str, Callable]] = {
     'weight decay of buffers': {'between': decay_buffers},
-    'clamp the last layer': {'between': clamp_layer('4.')},
-    'other memory': {'between': replace},
-    'another order': {'between': permute},
+    'clamp the last layer': {'between': of_data(_clamp_data, ' 4.')},
+    'other memory': {'between': of_data(replace)},
+    'another order': {'between': of_data(permute, 'linear_fc1.weight ')},
     'load': {'between': load},
-    'prune': {'between': prune},
+    'prune': {'between': of_data(prune)},
     'tie': {'between': tie},
     'averages in evaluation, other memory': {'evaluation': average_data},
     'averages, other memory': {'between': swap_alone},
@@ -394,11 +345,7 @@ MORE_WEIGHTS: dict[str, dict[str, Callable]] = {
 OTHERS: dict[str, dict[str, Callable]] = {
     'gradients': {'backward': each(log_norms, clip_each, noise)},
     'learning rates and moments': {'between': each(set_rate, forget_moments)},
-    'hooks': {
-        'start': each(hook, accumulated),
-        'between': late_hook,
-        'backward': told,
-    },
+    'hooks': {'start': each(hook, accumulated), 'between': late_hook, 'backward': told},
     'random numbers': {'between': draw},
     'random states': {'between': reseed},
     'gradients before': {'before': fill},

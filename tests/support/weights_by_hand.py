@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import stock
 import torch
 from example import MODEL, forget_groups
 from models import Job, replacements
@@ -25,28 +26,18 @@ orders_of = orders._order
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained.
+    """What is trained."""
 
-    Attributes:
-        method: an asynchronous schedule.
-        p, m: ranks of the pipeline, and microbatches of a call.
-        words: flags of the example, and `--optimizer`, which it does not have.
-        replicas: of the pipeline.
-        job: of the model; None: the example's own.
-        evaluates: whether there is an evaluation in the middle.
-        half: whether in fp16, with a loss scale at which the first steps overflow.
-        split: whether weight gradients are computed by W, behind B.
-    """
-
-    method: str
-    p: int
+    method: str  # an asynchronous schedule
+    p: int  # ranks of the pipeline, and microbatches of a call
     m: int
-    words: tuple[str, ...] = ()
-    replicas: int = 1
-    job: Job | None = None
-    evaluates: bool = False
-    half: bool = False
-    split: bool = False
+    words: tuple[str, ...] = ()  # flags of the example, and `--optimizer`, which it does not have
+    replicas: int = 1  # of the pipeline
+    job: Job | None = None  # of the model; None: the example's own
+    evaluates: bool = False  # whether there is an evaluation in the middle
+    half: bool = False  # whether in fp16, with a loss scale at which the first steps overflow
+    split: bool = False  # whether weight gradients are computed by W, behind B
+    added: tuple[str, ...] = ()  # flags of techniques, which the reference does not have
 
     def has(self, flag: str) -> bool:
         return flag in self.words
@@ -209,23 +200,6 @@ def without(argv: list[str], flag: str, default: str) -> tuple[list[str], str]:
     return argv[:at] + argv[at + 2 :], argv[at + 1]
 
 
-def configured(original: Callable, name: str, **given: Any) -> Any:
-    return original(**given | {'optimizer': name})
-
-
-def half(script: Any) -> Iterator[tuple[Any, str, Any]]:
-    """fp16, with a loss scale that is too large at first and grows again later."""
-    own = {'fp16': True, 'bf16': False, 'params_dtype': torch.float16}
-    scale = {'initial_loss_scale': 2.0**18, 'loss_scale_window': 2, 'hysteresis': 1}
-    made = {
-        'TransformerConfig': own | {'pipeline_dtype': torch.float16},
-        'OptimizerConfig': own | scale,
-    }
-    for name, values in made.items():
-        original = getattr(script, name)
-        yield script, name, lambda original=original, values=values, **o: original(**o | values)
-
-
 def with_w(stage: int, ahead: int, m: int, total: int) -> Iterator[Pass]:
     """PipeDream's order, with W behind each B."""
     for p in orders_of(stage, ahead, m, total):
@@ -237,11 +211,20 @@ def with_w(stage: int, ahead: int, m: int, total: int) -> Iterator[Pass]:
 def replaced(script: Any, case: Case, optimizer: str) -> Iterator[tuple[Any, str, Any]]:
     """(owner, name, what it is to be)."""
     yield from replacements(script, case.job) if case.job else ()
-    if case.half:
-        yield from half(script)
-    yield script, 'OptimizerConfig', partial(configured, script.OptimizerConfig, optimizer)
+    made = {'OptimizerConfig': {'optimizer': optimizer}}
+    if case.half:  # with a loss scale that is too large at first and grows again later
+        half = {'fp16': True, 'bf16': False, 'params_dtype': torch.float16}
+        scale = {'initial_loss_scale': 2.0**18, 'loss_scale_window': 2, 'hysteresis': 1}
+        made['OptimizerConfig'] |= half | scale
+        made['TransformerConfig'] = half | {'pipeline_dtype': torch.float16}
+    for name, values in made.items():
+        yield script, name, partial(changed, getattr(script, name), values)
     if case.split:
         yield orders, '_order', with_w
+
+
+def changed(original: Callable, values: dict[str, Any], **given: Any) -> Any:
+    return original(**given | values)
 
 
 def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
@@ -251,7 +234,7 @@ def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
     from megatron.core import parallel_state
 
     argv, optimizer = without(argv, '--optimizer', 'adam')
-    schedule = ['--pipeline-schedule', 'megatron' if by_hand else case.method]
+    schedule = ['--pipeline-schedule', *(['megatron'] if by_hand else [case.method, *case.added])]
     with ExitStack() as stack:
         stack.callback(forget_groups)
         told = stack.enter_context(told_mib())
@@ -285,19 +268,24 @@ def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
             with hand.batch() if puts else ExitStack():
                 losses.append(script.run_batch(args, models, data))
             losses.append(logged_by_routers())
-            late.append(plugin is not None and plugin.session.endless.unfinished)
+            late.append(plugin is not None and endless_of(plugin).unfinished)
             with hand.rates(stepping, scheduler.num_steps) if puts else ExitStack():
                 succeeded, norm, _ = stepping.step()
             assert succeeded or case.half
             if succeeded:
                 scheduler.step(increment=1)
             norms.append(norm if norm is None else float(norm))
-            late.append(plugin is not None and plugin.session.endless.unfinished)
+            late.append(plugin is not None and endless_of(plugin).unfinished)
         if plugin is not None:
             plugin.finish_step()
         left = report.fingerprint(report.by_layer(models), stepping)
-        most = None if plugin is None else copies_of(plugin.session.endless.versions)
+        most = None if plugin is None else copies_of(endless_of(plugin).versions)
         return losses, norms, left, most, stage, late, told
+
+
+def endless_of(plugin: Any) -> Any:
+    """The plugin's training whose pipeline never drains."""
+    return next(face.endless for face in plugin.session.faces if face.name == 'updating')
 
 
 def logged_by_routers() -> dict[str, list[float]]:
@@ -380,7 +368,8 @@ def clip_by_stage(stepping: Any, sharded: bool) -> None:
 
 def trained(ranks: Callable, data: Any, case: Case, by_hand: bool) -> list[tuple]:
     """What each rank is left with."""
-    return ranks(case.size).run(train, case, by_hand, case.argv(data))
+    given = train, case, by_hand, case.argv(data)
+    return stock.trained(ranks(case.size), *given, kept=by_hand)
 
 
 def taken_late(late: bool, last: bool, evaluates: bool, warm: int) -> list[bool]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from once import made_once, reason
 
 OLDEST, NEWEST = '2.8.0', '2.20.2'  # of what setup.py allows
 VERSIONS = (OLDEST, NEWEST)
@@ -31,36 +30,17 @@ def unpacked(package: str, version: str, *options: str) -> Path:
 
     Skips the test where it cannot be had.
     """
-    folder = Path(sys.prefix) / package.replace('-', '_') / version
-    if not folder.exists():
-        part = folder.with_name(f'{version}.{os.getpid()}')
-        part.mkdir(parents=True)
-        command = [
-            sys.executable,
-            '-m',
-            'pip',
-            'download',
-            '--quiet',
-            '--no-deps',
-            '--retries',
-            '1',
-        ]
-        wanted = ['--only-binary', ':all:', '--dest', part, f'{package}=={version}']
-        done = subprocess.run(
-            [*command, *wanted, *options], capture_output=True, text=True, timeout=200
-        )
+
+    def download(part: Path) -> None:
+        words = '-m pip download --quiet --no-deps --retries 1 --only-binary :all: --dest'
+        command = [sys.executable, *words.split(), part, f'{package}=={version}', *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or ['no reason given'])[-1]
-            pytest.skip(f'{package} {version} cannot be downloaded: {last}')
+            pytest.skip(f'{package} {version} cannot be downloaded: {reason(done.stderr)}')
         (wheel,) = part.glob('*.whl')
         zipfile.ZipFile(wheel).extractall(part)
-        try:
-            part.rename(folder)
-        except OSError:  # another worker of the tests was first
-            if not folder.exists():
-                raise
-            shutil.rmtree(part)
-    return folder
+
+    return made_once(Path(sys.prefix) / package.replace('-', '_') / version, download)
 
 
 def install(folder: Path) -> None:

@@ -3,6 +3,7 @@
 Saving a checkpoint starts one. torch is imported only where megatron.core is.
 """
 
+import os
 import sys
 
 
@@ -14,7 +15,8 @@ class _Arm:
             from megatron_zbpp.emulation import cpu, te
 
             cpu.install()
-            te.install_as_parent()
+            if folder := os.environ.get(te.FOLDER):
+                te.install(folder)
         return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,38 +9,19 @@ from math import inf
 from typing import Any
 
 from megatron_zbpp.analysis.gain import RIVAL, gain_text
-from megatron_zbpp.ir.layout import layers_per_stage
-from megatron_zbpp.mcore import layout, model_settings
-from megatron_zbpp.mcore.command_line import launch_line, sizes
+from megatron_zbpp.mcore import model_settings
+from megatron_zbpp.mcore.command_line import launch_line
 from megatron_zbpp.mcore.command_line.bench import LAUNCHER, value_of
-from megatron_zbpp.mcore.command_line.flags import FLAGS
+from megatron_zbpp.mcore.command_line.flags import FLAGS, flag, without
 from megatron_zbpp.mcore.command_line.launch_line import LaunchLine
-from megatron_zbpp.mcore.command_line.messages import flag
-from megatron_zbpp.mcore.command_line.parsing import without
+from megatron_zbpp.mcore.job.model_shape import shape_of
 from megatron_zbpp.mcore.settings import AUTO
-from megatron_zbpp.partitioning.advise.job import JOB_SIZES, NONE, SELECTIVE, STOCK, Job, Setup
-from megatron_zbpp.partitioning.advise.layer_costs import modules_again
-from megatron_zbpp.partitioning.advise.prediction import placement_of, predict, stages_of
-from megatron_zbpp.partitioning.advise.search import REPLACED, SWITCHES, flags_of, processes
+from megatron_zbpp.partitioning.advice import REPLACED, SWITCHES, flags_of, modules_again, processes
+from megatron_zbpp.partitioning.setup_costs import JOB_SIZES, NONE, SELECTIVE, STOCK, Job, Setup
+from megatron_zbpp.partitioning.setup_prediction import placement_of, predict, stages_of
 from megatron_zbpp.partitioning.shapes import Shape
 from megatron_zbpp.schedules import find
 
-# Fields of `Shape` by the argument of Megatron's that has them, and those of some models alone.
-_FIELDS = {'hidden': 'hidden_size', 'heads': 'num_attention_heads', 'seq': 'seq_length'}
-_OPTIONAL = {'ffn': 'ffn_hidden_size', 'head_dim': 'kv_channels', 'mtp': 'mtp_num_layers'}
-_EXPERTS = {
-    'experts': 'num_experts',
-    'top_k': 'moe_router_topk',
-    'expert_ffn': 'moe_ffn_hidden_size',
-    'shared_ffn': 'moe_shared_expert_intermediate_size',
-}
-_LATENT = {
-    'q_rank': 'q_lora_rank',
-    'kv_rank': 'kv_lora_rank',
-    'rope_dim': 'qk_pos_emb_head_dim',
-    'v_dim': 'v_head_dim',
-    'head_dim': 'qk_head_dim',
-}
 _OWN_FILE = 'pipeline_schedule_file'
 _FOLDERS = '--load', '--save'
 _RESHARDABLE = '--dist-ckpt-optim-fully-reshardable'
@@ -64,7 +44,6 @@ class LinePrediction:
     notes: tuple[str, ...] = ()  # what the prediction leaves out, or why there is none
 
     def lines(self) -> list[str]:
-        """Return time and memory for people."""
         found: list[str] = []
         if self.seconds is not None:
             gain = gain_text(self.seconds, self.rival, RIVAL)
@@ -82,11 +61,10 @@ class LinePrediction:
     @classmethod
     def of(cls, read: LaunchLine, rates: Mapping[str, Any]) -> LinePrediction:
         """Predict the iteration of a launch line."""
-        line, tflops = AdvisedLine((), None, read.words, read), rates.get('tflops')
+        line, tflops, gpus = AdvisedLine(read), rates.get('tflops'), read.world_size
         machine = {name: rates[name] for name in rates if name in JOB_SIZES}
-        gpus = read.world_size
         try:
-            sizes.require_plain(read.args)
+            read.sizes.require_plain()
             shape = line.shape(tflops or 1.0, rates.get('bandwidth') or 0.0, rates.get('vocab'))
             job = Job(shape, gpus=gpus, memory=inf, **line.sizes(gpus), **machine)
             own = line.own(job)
@@ -96,19 +74,17 @@ class LinePrediction:
             reason = str(error).removeprefix('launch line: ')
             return cls(notes=(f'memory in GiB is not predicted: {reason}',))
         notes = [f'predictions: {each}' for each in line.unlike(job) if each != read.lacks]
-        seconds = rival = None
-        if tflops is not None:
-            seconds, rival = made.seconds, _seconds(job, own, RIVAL)
-            ours = {name: _seconds(job, own, name) for name in _OFFERED}
-            gains = [
-                name + gain_text(each, seconds, 'this line') for name, each in ours.items() if each
-            ]
-            notes += (
-                [f'predicted: --pipeline-schedule {"; ".join(gains)}']
-                if own.schedule in STOCK and gains
-                else []
-            )
-        return cls(made.nbytes, stages.fixed, seconds, rival, tuple(notes))
+        if tflops is None:
+            return cls(made.nbytes, stages.fixed, notes=tuple(notes))
+        gains = (
+            name + gain_text(seconds, made.seconds, 'this line')
+            for name in (_OFFERED if own.schedule in STOCK else ())
+            if (seconds := _seconds(job, own, name))
+        )
+        if offered := '; '.join(gains):
+            notes.append(f'predicted: --pipeline-schedule {offered}')
+        rival = _seconds(job, own, RIVAL)
+        return cls(made.nbytes, stages.fixed, made.seconds, rival, tuple(notes))
 
 
 def _seconds(job: Job, own: Setup, name: str) -> float | None:
@@ -122,99 +98,69 @@ def _seconds(job: Job, own: Setup, name: str) -> float | None:
 
 @dataclass(frozen=True)
 class AdvisedLine:
-    """A launch line, divided."""
-
-    launcher: tuple[str, ...]  # what starts the script
-    script: str | None  # its path; None: the line is flags alone
-    flags: tuple[str, ...]  # of the script
-    line: LaunchLine  # what was read of it
+    line: LaunchLine
 
     @classmethod
     def of(cls, words: Sequence[str], gpus: int) -> AdvisedLine:
-        """Return the line that these words are."""
-        launcher, script, flags = launch_line.divided(words)
-        read = launch_line.read(words, gpus)
-        sizes.require_plain(read.args)
-        return cls(tuple(launcher), script, tuple(flags), read)
+        line = launch_line.read(words, gpus)
+        line.sizes.require_plain()
+        return cls(line)
 
     @property
     def args(self) -> Namespace:
-        """Megatron's arguments, not validated."""
         return self.line.args
 
     def shape(self, tflops: float, bandwidth: float, vocab: int | None) -> Shape:
         """Return the model's shape, with rates in TFLOP/s and GB/s; ValueError names the flag."""
-        sizes: dict[str, Any] = {field: self._size(name) for field, name in _FIELDS.items()}
-        for field, name in _FIELDS.items():
-            if not sizes[field]:
+        args = self.args
+        for name in ('hidden_size', 'num_attention_heads', 'seq_length'):
+            if not self._size(name):
                 raise ValueError(f'launch line: {flag(name)} is missing: add it')
         vocab = vocab or self._size('vocab_size')
         if not vocab:
             raise ValueError('launch line: it has no --vocab-size: give --vocab, before the --')
-        sizes |= {field: self._size(name) for field, name in _OPTIONAL.items()}
-        if getattr(self.args, 'group_query_attention', False):
-            sizes['groups'] = self._size('num_query_groups')
-        model, more = self._model()
-        sizes |= more
-        if not sizes['ffn']:
-            h = sizes['hidden']
-            sizes['ffn'] = 4 * h * 2 // 3 // 64 * 64 if self.args.swiglu else 4 * h
-        return Shape(model, vocab=vocab, tflops=tflops, bandwidth=bandwidth, **sizes)
-
-    def _model(self) -> tuple[str, dict[str, Any]]:
-        args, layers = self.args, {'layers': self.args.num_layers}
-        name = model_settings.hybrid(args)
+        name, experts = model_settings.hybrid(args), self._size('num_experts')
         if name is not None:
             pattern = str(getattr(args, name)).partition('/')[0]
             if '|' in pattern or set(pattern) - set('M*-E'):
                 raise ValueError(
                     f'launch line: {flag(name)} {pattern}: give letters M, *, - and E, without |'
                 )
-            layers = {'layers': len(pattern), 'pattern': pattern}
-        experts, latent = self._size('num_experts'), args.multi_latent_attention
-        if self.line.lacks and (experts or latent or name is not None):
+        if self.line.lacks and (experts or args.multi_latent_attention or name is not None):
             raise ValueError(f'{self.line.lacks}: without it advice is for dense models alone')
-        more: dict[str, Any] = dict(layers)
-        if experts:
-            more |= {field: self._size(own) for field, own in _EXPERTS.items()}
-            more |= {} if name is not None else {'dense_first': self._dense_first()}
-        if latent:
-            more |= {field: self._size(own) for field, own in _LATENT.items()}
-        plain = 'moe' if experts else 'llama' if args.swiglu else 'gpt'
-        return 'hybrid' if name is not None else 'mla' if latent else plain, more
-
-    def _dense_first(self) -> int:
-        every = getattr(self.args, 'moe_layer_freq', 1)
-        if every in (1, None):
-            return 0
-        pattern = every if isinstance(every, list) else [int(not k % every) for k in range(2)]
-        dense = pattern.index(1) if 1 in pattern else len(pattern)
-        if 0 in pattern[dense:]:
+        every = getattr(args, 'moe_layer_freq', None) or 1
+        dense_first = every == (sorted(every) if isinstance(every, list) else 1)
+        if experts and name is None and not dense_first:
             raise ValueError(
                 f'launch line: --moe-layer-freq {every}: advice is for dense layers before all '
                 'with experts: give such a list'
             )
-        return dense
+        ahead, rates = self._size('mtp_num_layers'), {'tflops': tflops, 'bandwidth': bandwidth}
+        return shape_of(args, self._size('seq_length'), vocab=vocab, mtp=ahead, **rates)
 
     def sizes(self, gpus: int) -> dict[str, Any]:
-        """Return fields of `Job` that the line says."""
         args = self.args
         if not args.global_batch_size and not args.micro_batch_size:
             raise ValueError('launch line: --global-batch-size is missing: add it')
-        replicas = max(1, sizes.replicas(args, gpus))
+        replicas = max(1, self.line.sizes.replicas(gpus))
+        backend = getattr(args, 'attention_backend', None)
+        backend = str(getattr(backend, 'name', backend))
+        local = getattr(args, 'transformer_impl', None) == 'local'
+        flash = self._on('use_flash_attn')
         return {
             'global_batch': args.global_batch_size or args.micro_batch_size * replicas,
             'cp': args.context_parallel_size,
             'etp': self._size('expert_tensor_parallel_size'),
             'shards_optimizer': self._on('use_distributed_optimizer'),
             'overlaps': self._on('overlap_grad_reduce'),
-            'fused': self._fused(),
-            'ends': sizes.counted_ends(args),
+            # not by scores in memory
+            'fused': backend not in ('unfused', 'local') and (not local or flash),
+            'ends': self.line.sizes.counted_ends,
         }
 
     def own(self, job: Job) -> Setup:
-        """Return the setup of the line."""
-        args, chunks = self.args, sizes.num_chunks(self.args) or 1
+        args, asked = self.args, self.line.sizes.num_chunks()
+        chunks = asked or 1
         name = args.pipeline_schedule
         if name == AUTO or getattr(args, _OWN_FILE):
             given = f'{flag(_OWN_FILE)}' if name is None else f'--pipeline-schedule {name}'
@@ -222,14 +168,14 @@ class AdvisedLine:
                 f'launch line: {given} is no schedule by name: leave it out, or name one'
             )
         family = find(name or STOCK[chunks > 1])
-        if sizes.num_chunks(args) is None:
+        if asked is None:
             chunks = 1 if name is None else family.default_chunks
         again = vars(args).get('recompute_granularity') or NONE
         if getattr(args, 'recompute_activations', False):
             again = SELECTIVE
-        words = value_of(self.flags, '--recompute-modules') or 'core_attn'
-        modules = set(getattr(args, 'recompute_modules', None) or [words])
-        if again == SELECTIVE and not modules & set(modules_again(job)):
+        words = value_of(self.line.words, '--recompute-modules') or 'core_attn'
+        modules = {*(getattr(args, 'recompute_modules', None) or [words])}
+        if again == SELECTIVE and modules.isdisjoint(modules_again(job)):
             again = NONE
         tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
         setup = Setup(
@@ -241,7 +187,13 @@ class AdvisedLine:
         )
         if problem := job.why_impossible(setup):
             raise ValueError(f'launch line: {problem}: change it, or --gpus')
-        return setup if pp == 1 else _with_layers(setup, args)
+        if pp == 1 or family.num_routes > 1:
+            return setup
+        sizes, placement = self.line.sizes, placement_of(setup)
+        layers = tuple(sizes.layers(placement))
+        given = sizes.pipeline_model_parallel_layout or sizes.fixed_layers(placement)
+        uneven = (sum(layers) + sum(sizes.counted_ends)) % placement.num_stages
+        return replace(setup, layers=layers) if given or uneven else setup
 
     def require_known(self, own: Setup) -> None:
         """Raise ValueError where a prediction would leave out what changes memory or times."""
@@ -255,15 +207,12 @@ class AdvisedLine:
     def unlike(self, job: Job) -> list[str]:
         """Return settings of the line that predictions leave out."""
         args, found = self.args, [self.line.lacks] if self.line.lacks else []
-        precise = args.bf16 or args.fp16
-        if not precise:
+        if not (args.bf16 or args.fp16):
             found.append('no --bf16 or --fp16 in the line: costs are those of 16-bit training')
         if getattr(args, 'fp8', None) or getattr(args, 'fp4', None):
             found.append('give --tflops as FP8 or FP4 products reach it; activations count 16 bits')
-        ours = [each.name for each in FLAGS if each.name not in (flag(_OWN_FILE),)]
-        left = [w for w in self.flags if w.partition('=')[0] in ours]
-        left = [w for w in left if w.partition('=')[0] != '--pipeline-schedule']
-        if left:
+        ours = {each.name for each in FLAGS} - {flag(_OWN_FILE), '--pipeline-schedule'}
+        if left := [w for w in self.line.words if w.partition('=')[0] in ours]:
             found.append(f'left out of all predictions and lines: {" ".join(left)}')
         if vars(args).get('recompute_granularity') == SELECTIVE:
             found.append(f'selective recomputation is of {" ".join(modules_again(job))}')
@@ -271,19 +220,21 @@ class AdvisedLine:
 
     def line_of(self, job: Job, setup: Setup) -> list[str]:
         """Return the launch line of a setup, in words."""
-        launcher = processes(self.launcher, job.gpus, job.gpus_per_node)
-        if setup.schedule not in STOCK and LAUNCHER not in launcher and self.script:
+        launcher = processes(self.line.launcher, job.gpus, job.gpus_per_node)
+        if setup.schedule not in STOCK and LAUNCHER not in launcher and self.line.script:
             launcher = [*(launcher or ['python']), '-m', LAUNCHER]
         valued = [*REPLACED, *(each.name[2:] for each in FLAGS if each.unit)]
         switches = [*SWITCHES, *(each.name for each in FLAGS if not each.unit)]
-        if self._kept_by_rank() and self._folders and _ranks_of(setup) != _ranks_of(self.own(job)):
-            valued += [folder[2:] for folder in _FOLDERS]
-        kept = without(self.flags, valued, switches)
-        return [*launcher, *filter(None, [self.script]), *kept, *flags_of(job, setup)]
+        # which layers each rank holds, and their shards
+        held, own = ((s.tp, s.ep, placement_of(s), s.layers) for s in (setup, self.own(job)))
+        if self._kept_by_rank() and held != own:
+            valued += [folder[2:] for folder in self._folders]
+        kept = without(self.line.words, valued, switches)
+        return [*launcher, *filter(None, [self.line.script]), *kept, *flags_of(job, setup)]
 
     @property
     def _folders(self) -> list[str]:
-        return [each for each in _FOLDERS if value_of(self.flags, each) is not None]
+        return [each for each in _FOLDERS if value_of(self.line.words, each) is not None]
 
     def checkpoint_notes(self) -> list[str]:
         """Return where checkpoints of the line go, if it names folders of them."""
@@ -292,53 +243,28 @@ class AdvisedLine:
             return [f'{where} are without {" and ".join(self._folders)}: {reason}']
         if '--load' not in self._folders:
             return []
-        saved = f' if it was saved with {_RESHARDABLE}, too' * (_RESHARDABLE in self.flags)
+        saved = f' if it was saved with {_RESHARDABLE}, too' * (_RESHARDABLE in self.line.words)
         return [
             f'the checkpoint of --load goes to all lines{saved}; where tp or pp differ, Megatron '
             'leaves out its random states'
         ]
 
     def _kept_by_rank(self) -> str:
-        found = value_of(self.flags, '--ckpt-format') or 'torch_dist'
+        found = value_of(self.line.words, '--ckpt-format') or 'torch_dist'
         if found != 'torch_dist':
             cure = 'convert it (docs/exactness.md), or train from scratch'
             return f'--ckpt-format {found} keeps files by rank: {cure}'
         sharded = self._on('use_distributed_optimizer') or self._on(
             'use_layer_wise_distributed_optimizer'
         )
-        if not sharded or {_RESHARDABLE, '--no-load-optim', '--finetune'} & {*self.flags}:
+        if not sharded or {_RESHARDABLE, '--no-load-optim', '--finetune'} & {*self.line.words}:
             return ''
         cure = f'save it once with {_RESHARDABLE}, or load with --no-load-optim'
         return f"the distributed optimizer's state is kept by rank: {cure}"
 
     def _size(self, name: str) -> int:
-        found = getattr(self.args, name, None) or value_of(self.flags, flag(name))
+        found = getattr(self.args, name, None) or value_of(self.line.words, flag(name))
         return int(found) if found else 0
 
     def _on(self, name: str) -> bool:
-        return bool(getattr(self.args, name, False)) or flag(name) in self.flags
-
-    def _fused(self) -> bool:
-        backend = getattr(self.args, 'attention_backend', None)
-        local = getattr(self.args, 'transformer_impl', None) == 'local'
-        plain = str(getattr(backend, 'name', backend)) in ('unfused', 'local')
-        return not (plain or (local and not self._on('use_flash_attn')))
-
-
-def _ranks_of(setup: Setup) -> tuple[Any, ...]:
-    """Return which layers each rank holds, and their shards."""
-    return setup.tp, setup.ep, placement_of(setup), setup.layers
-
-
-def _with_layers(setup: Setup, args: Namespace) -> Setup:
-    """Return the setup with the layers of each stage, where they are not even."""
-    placement, args = placement_of(setup), copy.copy(args)
-    args.num_layers = args.num_layers or sum(sizes.hybrid_layers(args) or ())
-    fixed = sizes.fixed_layers(args, placement)
-    if args.pipeline_model_parallel_layout is not None:
-        layers = layout.StageLayout(placement, args.pipeline_model_parallel_layout).num_layers
-    else:
-        layers = layers_per_stage(args.num_layers, placement, *sizes.counted_ends(args), fixed)
-    even = (args.num_layers + sum(sizes.counted_ends(args))) % placement.num_stages == 0
-    plain = even and not fixed and args.pipeline_model_parallel_layout is None
-    return setup if plain else replace(setup, layers=tuple(layers))
+        return bool(getattr(self.args, name, False)) or flag(name) in self.line.words

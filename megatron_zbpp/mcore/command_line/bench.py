@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_zbpp.mcore.command_line import launch_line
-from megatron_zbpp.mcore.command_line.flags import FLAGS
+from megatron_zbpp.mcore.command_line.flags import FLAGS, without
 from megatron_zbpp.mcore.command_line.launch_line import LaunchLine
-from megatron_zbpp.mcore.command_line.parsing import without
 
 OWN = 'as it is'  # the schedule of the line: Megatron's own, or what its flags name
 LAUNCHER = 'megatron_zbpp.launch'
@@ -36,7 +35,6 @@ class Bench:
 
     @classmethod
     def of(cls, words: Sequence[str], cpu: bool = False) -> Bench:
-        """Return the bench of a launch line."""
         launcher, script, flags = launch_line.divided(words)
         if script is None:
             raise ValueError(
@@ -79,35 +77,25 @@ class Bench:
         return self._line(flags, iterations, loads)
 
     def _plain(self) -> list[str]:
-        """Return flags without any of ours."""
         switches = [each.name for each in FLAGS if not each.unit]
         return list(without(self.flags, (f.name[2:] for f in FLAGS if f.unit), switches))
 
     def _line(self, flags: Iterable[str], iterations: int, more: Sequence[str]) -> list[str]:
-        found = [*self.launcher, self.script, *flags, *self._length(iterations)]
-        return [*found, '--log-interval', '1', '--eval-iters', '0', *more]
-
-    def _length(self, iterations: int) -> list[str]:
         args = self.line.args
         samples, own = (getattr(args, name, None) for name in ('train_samples', 'train_iters'))
-        if samples:
-            decay = getattr(args, 'lr_decay_samples', None) or samples
-            count = iterations * (args.global_batch_size or 1)
-            return ['--train-samples', str(count), '--lr-decay-samples', str(decay)]
-        decay = getattr(args, 'lr_decay_iters', None) or own
-        return [
-            *('--train-iters', str(iterations)),
-            *(['--lr-decay-iters', str(decay)] if decay else []),
-        ]
+        unit, count = ('samples', args.global_batch_size or 1) if samples else ('iters', 1)
+        length = [f'--train-{unit}', str(iterations * count)]
+        if decay := getattr(args, f'lr_decay_{unit}', None) or samples or own:
+            length += [f'--lr-decay-{unit}', str(decay)]
+        found = [*self.launcher, self.script, *flags, *length]
+        return [*found, '--log-interval', '1', '--eval-iters', '0', *more]
 
 
 def value_of(flags: Sequence[str], name: str) -> str | None:
-    """Return the word behind a flag."""
-    for at, word in enumerate(flags):
-        if word.startswith(f'{name}='):
-            return word.partition('=')[2]
-        if word == name:
-            return flags[at + 1] if at + 1 < len(flags) else None
+    for word, behind in zip(flags, [*flags[1:], None], strict=False):
+        flag, given, value = word.partition('=')
+        if flag == name:
+            return value if given else behind
     return None
 
 
@@ -138,7 +126,6 @@ class Printed:
     _failed: bool = False
 
     def read(self, line: str) -> None:
-        """Take a line of output."""
         if not self._failed and line.strip():
             self.said, self._failed = line.strip(), _ERROR.search(line) is not None
         if peak := _PEAK.search(line):

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from megatron_zbpp.version import __version__
@@ -24,32 +23,20 @@ _PACKAGES = ('torch', 'megatron-core', 'transformer-engine', 'apex', 'pybind11')
 
 @dataclass(frozen=True)
 class Patch:
-    """Something of Megatron's that is replaced.
+    """Something of Megatron's that is replaced."""
 
-    Attributes:
-        target: its full name.
-        problem: why that has no effect in the installed release; empty: it has.
-    """
-
-    target: str
-    problem: str = ''
+    target: str  # its full name
+    problem: str = ''  # why that has no effect in the installed release; empty: it has
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that the doctor found.
+    """All that the doctor found."""
 
-    Attributes:
-        versions: of what takes part, by its name.
-        patches: what is replaced while the plugin is enabled.
-        dry_run: what the launch line would run; None: there was none.
-        missing: the script of the launch line, where it is not here.
-    """
-
-    versions: dict[str, str]
-    patches: tuple[Patch, ...]
-    dry_run: DryRun | None = None
-    missing: str = ''
+    versions: dict[str, str]  # of what takes part, by its name
+    patches: tuple[Patch, ...]  # what is replaced while the plugin is enabled
+    dry_run: DryRun | None = None  # what the launch line would run; None: there was none
+    missing: str = ''  # the script of the launch line, where it is not here
 
     @property
     def fine(self) -> bool:
@@ -57,35 +44,22 @@ class Report:
         return not (refused or self.missing) and not any(patch.problem for patch in self.patches)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
-        dry_run = None if self.dry_run is None else self.dry_run.to_dict()
-        found = [asdict(patch) for patch in self.patches]
         return {
             'fine': self.fine,
             'versions': self.versions,
-            'patches': found,
-            'launch_line': dry_run,
+            'patches': [asdict(patch) for patch in self.patches],
+            'launch_line': None if self.dry_run is None else self.dry_run.to_dict(),
             'missing_script': self.missing,
         }
 
 
 def examine(
-    words: Sequence[str] = (),
-    gpus: int | None = None,
-    now: Callable[[str], None] = lambda text: None,
-    rates: Mapping[str, Any] = {},
+    words: Sequence[str] = (),  # of the launch line: see `launch_line.read`
+    gpus: int | None = None,  # processes of the job
+    now: Callable[[str], None] = lambda text: None,  # told what is looked at
+    rates: Mapping[str, Any] = {},  # of the machine, see `LinePrediction.of`
 ) -> Report:
-    """Look at the installation, and at a launch line if there is one.
-
-    Args:
-        words: of the launch line: see `launch_line.read`.
-        gpus: processes of the job.
-        now: told what is looked at.
-        rates: of the machine, see `LinePrediction.of`.
-
-    Raises:
-        ValueError: the launch line makes no sense.
-    """
+    """Look at the installation, and at a launch line if there is one."""
     dry_run, missing = None, ''
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # Megatron's, about packages that it lacks
@@ -96,9 +70,9 @@ def examine(
             from megatron_zbpp.mcore.command_line import launch_line
             from megatron_zbpp.mcore.command_line.dry_run import dry_run_of
 
-            dry_run = dry_run_of(launch_line.read(words, gpus), rates)
-            script = launch_line.divided(words)[1]
-            missing = script if script and not Path(script).is_file() else ''
+            line = launch_line.read(words, gpus)
+            dry_run = dry_run_of(line, rates)
+            missing = line.script if line.script and not Path(line.script).is_file() else ''
         now('looking for what the patches replace ...')
         return Report(versions() | {'device': device}, tuple(patches()), dry_run, missing)
 
@@ -107,13 +81,17 @@ def prepare(words: Sequence[str]) -> str:
     """Make the megatron that a launch line would use importable, and return the device."""
     device = _device()
     if device == _CPU:
-        _make_importable()
-    _prefer_beside(words)
+        from megatron_zbpp.emulation import cpu
+
+        cpu.install()
+    for script in (Path(word) for word in words if word.endswith('.py')):  # its own comes first
+        folder = str(script.resolve().parent)
+        if script.is_file() and folder not in sys.path:
+            sys.path.insert(0, folder)
     return device
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of everything that takes part."""
     found = {'megatron_zbpp': __version__, 'python': platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -147,23 +125,8 @@ def _device() -> str:
 
     if cpu.installed() or not torch.cuda.is_available():
         return _CPU
-    names = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
-    return f'{len(names)} x {names[0]}, CUDA {torch.version.cuda}'
-
-
-def _prefer_beside(words: Sequence[str]) -> None:
-    """Look first beside the script for the megatron that the job would use."""
-    for script in (Path(word) for word in words if word.endswith('.py')):
-        folder = str(script.resolve().parent)
-        if script.is_file() and folder not in sys.path:
-            sys.path.insert(0, folder)
-
-
-def _make_importable() -> None:
-    """Make megatron.core importable without a GPU."""
-    from megatron_zbpp.emulation import cpu
-
-    cpu.install()
+    count, name = torch.cuda.device_count(), torch.cuda.get_device_name(0)
+    return f'{count} x {name}, CUDA {torch.version.cuda}'
 
 
 def patches() -> Iterator[Patch]:
@@ -176,37 +139,28 @@ def patches() -> Iterator[Patch]:
         yield Patch('megatron.core', str(error))
         return
     known = [p for p in Plugin(Settings('zb-v', post_validation=True)).patches() if not p.waits]
-    moved = [Patch(p.target, p.problem()) for p in known if p.problem()]
-    if moved:
+    if moved := [Patch(p.target, problem) for p in known if (problem := p.problem())]:
         yield from moved
         return
     registry = Registry()
     registry.install(known)
-    replaced = registry.places()
+    replaced, problems = registry.places(), dict[int, str]()
     try:
-        for owner, name, original in replaced:
-            kept = getattr(owner, name) is original
-            yield Patch(_name(owner, name), 'it was not replaced' if kept else '')
+        for place, (owner, name, original) in enumerate(replaced):
+            if getattr(owner, name) is original:
+                problems[place] = 'it was not replaced'
     finally:
         registry.undo()
-    for owner, name, original in replaced:
+    for place, (owner, name, original) in enumerate(replaced):
         if getattr(owner, name) is not original:
-            yield Patch(_name(owner, name), 'it was not put back')
-
-
-def _name(owner: Any, name: str) -> str:
-    if isinstance(owner, ModuleType):
-        return f'{owner.__name__}.{name}'
-    return f'{owner.__module__}.{owner.__qualname__}.{name}'
+            problems[place] = 'it was not put back'
+        home = f'{owner.__module__}.' if isinstance(owner, type) else ''
+        own = getattr(owner, '__qualname__', owner.__name__)
+        yield Patch(f'{home}{own}.{name}', problems.get(place, ''))
 
 
 def text_of(report: Report, verbose: bool = False) -> str:
-    """Return the report for people: what was asked for comes first.
-
-    Args:
-        report: for whom.
-        verbose: name each patch, and each version also where a launch line was given.
-    """
+    """Return the report for people: what was asked for comes first."""
     lines = [] if report.dry_run is None else [*report.dry_run.lines(), '']
     if report.missing:
         cure = 'correct its path, or give the flags behind it alone'

@@ -1,20 +1,57 @@
-"""Our flags: those that the fields of `Settings` describe."""
+"""Our flags and those of other forks: they are added to a parser, and read as a request.
+
+Flags of other forks are understood, with a word on which flag to use instead.
+"""
 
 from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Mapping, Sequence
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from megatron_zbpp.ir import Schedule
-from megatron_zbpp.mcore.command_line.aliases import add_aliases, announce, translate
-from megatron_zbpp.mcore.command_line.messages import flag
-from megatron_zbpp.mcore.options import Option
-from megatron_zbpp.mcore.problems import Checks
-from megatron_zbpp.mcore.settings import OPTIONS, Settings
+from megatron_zbpp.mcore.options import Checks, Option
+from megatron_zbpp.mcore.settings import BY_FLAG, OPTIONS, Request
+from megatron_zbpp.runtime.log import job_log
 
 FLAGS = [each for option in OPTIONS.values() for each in option.flags]
+_V_SCHEDULES = {'zb': 'zb-v', 'half': 'v-half', 'min': 'v-min'}
+_OF_SCHEDULE = {'pipeline_schedule', 'pipeline_schedule_file'}
+_LIMIT = '--zero-bubble-max-pending-backward'
+_MEASURED = '--pipeline-offload auto measures how long copies take'
+_OWN_ORDER = (
+    'a schedule has its own order of microbatches; gis and gis-h have groups of the size that '
+    'takes least memory'
+)
+_ITERATIONS = 'see --pipeline-schedule-profile-iters'
+# flags of other forks: the unit of the value (empty: a switch), and why some have no effect
+_ALIASES = {
+    '--enable-zero-bubble': ('', ''),
+    '--zero-bubble-v-schedule': ('', ''),
+    '--zero-bubble-v-schedule-mem-setup': ('|'.join(_V_SCHEDULES), ''),
+    _LIMIT: ('A', ''),
+    '--enable-1f1b-v': ('', ''),
+    '--enable-zbh1-pipeline': ('', ''),
+    '--offload-chunk-num': ('N', ''),
+    '--offload-time': ('K', _MEASURED),
+    '--auto-offload-time': ('', _MEASURED),
+    '--enable-zb-runtime': ('', 'every --pipeline-schedule has its runtime'),
+    '--interleave-group-size': ('N', _OWN_ORDER),
+    '--allow-padding-num-layers': ('', 'layers need not divide among the stages'),
+    '--enable-exactly-numeric-match': ('', 'all numbers match exactly, always'),
+    '--zero-bubble-pipeline-timers-start-iter': ('N', _ITERATIONS),
+    '--zero-bubble-pipeline-timers-end-iter': ('N', _ITERATIONS),
+}
+
+
+def flag(name: str) -> str:
+    """Return the flag that sets the argument of that name."""
+    return '--' + name.replace('_', '-')
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,96 +71,163 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar=each.unit,
             help=each.text + default,
         )
-    add_aliases(parser)
+    aliases = parser.add_argument_group('pipeline schedule: names of other forks, deprecated')
+    for alias, (unit, _) in _ALIASES.items():  # what is not given leaves nothing in Megatron's list
+        more: dict[str, Any] = {'metavar': unit} if unit else {'action': 'store_true'}
+        more = {'choices': list(_V_SCHEDULES)} if '|' in unit else more
+        text = 'says what to use instead'
+        aliases.add_argument(alias, help=text, default=argparse.SUPPRESS, **more)
 
 
 def _number_or_text(option: Option, text: str) -> float | str:
-    """Return the number, of the type that the option takes; else the text, for it to refuse."""
     try:
         return int(text) if isinstance(option.least, int) else float(text)
     except ValueError:
         return text
 
 
-def read(args: argparse.Namespace) -> Mapping[str, Any] | None:
-    """Return the values of our flags, those of other forks translated with a word; None: none.
-
-    Raises:
-        ValueError: flags that contradict each other, or flags of a schedule without one.
-    """
-    values = {each.dest: getattr(args, each.dest) for each in FLAGS}
-    translated = translate(args)
+def read(args: Mapping[str, Any]) -> Request | None:
+    """Return the request of our flags and of translated ones of other forks; None: no flag."""
+    values = {each.dest: args[each.dest] for each in FLAGS}
+    translated = _translated(args)
     for name, value in translated.items():
         if values[name] not in (None, value):
             raise ValueError(
                 f'{flag(name)} {values[name]} and a flag that means {value}: give one of them'
             )
-    announce(args, translated)
+    if translated:
+        instead = ' '.join(f'{flag(name)} {value}' for name, value in translated.items())
+        job_log.warning(f'deprecated flags: use {instead}')
+    for alias, (_, why) in _ALIASES.items():
+        if why and args.get(alias[2:].replace('-', '_')):
+            job_log.warning(f'{alias} has no effect: {why}')
     values |= translated
-    if values['pipeline_schedule'] is None and values['pipeline_schedule_file'] is None:
-        idle = [
-            each
-            for each in FLAGS
-            if values[each.dest] != (each.flag_default if each.unit else False)
-        ]
-        if idle:
-            names = ', '.join(each.name for each in idle)
+    schedule, file = values['pipeline_schedule'], values['pipeline_schedule_file']
+    if schedule is None and file is None:
+        unset = {each.dest: each.flag_default if each.unit else False for each in FLAGS}
+        if idle := [each.name for each in FLAGS if values[each.dest] != unset[each.dest]]:
             are = 'are' if len(idle) > 1 else 'is'
-            raise ValueError(f'{names} {are} about a --pipeline-schedule: give that, too')
+            raise ValueError(f'{", ".join(idle)} {are} about a --pipeline-schedule: give that, too')
         return None
-    return values
+    if None not in (schedule, file):
+        raise ValueError(
+            f'--pipeline-schedule {schedule} and --pipeline-schedule-file {file}: give one of them'
+        )
+    checks = Checks()
+    for part in (each for option in OPTIONS.values() for each in option.parts):
+        with checks.one(''):
+            values[part.dest], given = part.flag_default, values[part.dest]
+            part.require(given, part.name)
+            values[part.dest] = given
+    on, off = values['pipeline_prewarm'], values['no_pipeline_prewarm']
+    with checks.one('prewarm'):
+        if on and off:
+            raise ValueError('--pipeline-prewarm and --no-pipeline-prewarm: give one of them')
+    early, steps = 'enable_optimizer_post_validation', 'optimizer_post_validation_clean_steps'
+    options = {name: values[each.dest] for name, each in OPTIONS.items() if each.flag}
+    options |= {
+        'schedule': schedule,
+        'post_validation': values[early] and values[steps],
+        'same_start': not values['no_pipeline_same_start'],
+        'prewarm': None if on == off else on,
+        'flags': {**args},
+    }
+    return Request(options, BY_FLAG, file, tuple(checks.problems))
 
 
-def of_schedule(words: Sequence[str]) -> list[str]:
-    """Return the flags that name a schedule, without their values."""
-    names = (word.partition('=')[0] for word in words)
-    return [name for name in names if name in ('--pipeline-schedule', '--pipeline-schedule-file')]
+def _translated(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of our fields that flags of other forks stand for."""
+    given = args.get
+    setup = given('zero_bubble_v_schedule_mem_setup')
+    limit, chunks = given('zero_bubble_max_pending_backward'), given('offload_chunk_num')
+    offload = {} if chunks is None else {'pipeline_offload': chunks}
+    meant = {
+        '1f1b-v': given('enable_1f1b_v'),
+        'zb-h1': given('enable_zbh1_pipeline'),
+        _V_SCHEDULES[setup or 'zb']: given('zero_bubble_v_schedule') or setup,
+    }
+    names = [name for name, asked in meant.items() if asked]
+    if len(names) > 1:
+        raise ValueError(f'flags that mean {" and ".join(names)}: give --pipeline-schedule instead')
+    if names or not given('enable_zero_bubble'):
+        if limit is not None:
+            job_log.warning(
+                f'{_LIMIT} {limit} has no effect: it is a limit for --enable-zero-bubble alone'
+            )
+        return ({'pipeline_schedule': names[0]} if names else {}) | offload
+    if limit in (None, 'auto'):
+        return {'pipeline_schedule': 'zb-1p'} | offload
+    try:
+        within = {'pipeline_schedule_memory_limit': float(limit)}
+    except ValueError:
+        raise ValueError(f'{_LIMIT} {limit}: give a number, or auto') from None
+    return {'pipeline_schedule': 'zb-1p'} | within | offload
 
 
-def _prewarm(given: Mapping[str, Any]) -> bool | None:
-    on, off = given['pipeline_prewarm'], given['no_pipeline_prewarm']
-    if on and off:
-        raise ValueError('--pipeline-prewarm and --no-pipeline-prewarm: give one of them')
-    return True if on else False if off else None
+def parse(
+    parser: argparse.ArgumentParser,  # knows the flags, without abbreviations
+    parse_known_args: Callable[..., tuple[argparse.Namespace, list[str]]],  # its method
+    words: Sequence[str],  # flags and their values
+    namespace: argparse.Namespace | None = None,  # that is filled; None: a new one
+    where: str = '',  # what an error of argparse begins with
+) -> tuple[argparse.Namespace, list[str], Checks]:
+    """Return arguments, words that the parser does not know, and checks with what is wrong.
 
-
-def settings_of(
-    given: Mapping[str, Any], source: str | Schedule, num_chunks: int | None
-) -> Settings:
-    """Return the settings that all flags together ask for.
-
-    Args:
-        given: the values of our flags.
-        source: a name, or a schedule.
-        num_chunks: of a rank; None: the schedule's default.
-
-    Raises:
-        ValueError: a value that cannot work, with the cure.
-        OSError: a file cannot be read.
+    A flag that is wrong is taken out. Where some are, the values of our own flags are checked, too:
+    nothing else can be said then.
     """
-    checks, usable = Checks(), dict(given)
-    for each in FLAGS:
-        with checks.one():
-            usable[each.dest] = each.flag_default  # for other checks, where this value is wrong
-            each.require(given[each.dest], each.name)
-            usable[each.dest] = given[each.dest]
-    made = None
-    with checks.one():
-        made = _settings(usable, source, num_chunks)
-    checks.require_all()
-    assert made is not None
-    return made
+    parser.exit_on_error = False
+    checks, left = Checks(), list(words)
+    while True:
+        try:
+            args, unknown = parse_known_args(left, namespace)
+            break
+        except argparse.ArgumentError as error:
+            with checks.one(''):
+                raise ValueError(f'{where}{error}') from error
+            names = [name[2:] for name in (error.argument_name or '').split('/')]
+            shorter = list(without(left, names, ()))
+            if len(shorter) == len(left):
+                checks.require_all(BY_FLAG)
+            left = shorter
+    if checks.problems and not (names_in(words) - names_in(left)) & _OF_SCHEDULE:
+        from megatron_zbpp.mcore.job.resolve import Facts, resolve  # takes torch and Megatron
+
+        with checks.one(''):
+            request = read(vars(args))
+            if request is not None:
+                resolve(request, Facts()).require()
+    return args, unknown, checks
 
 
-def _settings(given: Mapping[str, Any], source: str | Schedule, num_chunks: int | None) -> Settings:
-    """Return the settings of values that their flags take; raises as `settings_of`."""
-    early = given['enable_optimizer_post_validation']
-    clean_steps = given['optimizer_post_validation_clean_steps']
-    return Settings(
-        source,
-        num_chunks,
-        post_validation=early and clean_steps,
-        same_start=not given['no_pipeline_same_start'],
-        prewarm=_prewarm(given),
-        **{name: given[each.dest] for name, each in OPTIONS.items() if each.flag},
-    )
+def names_in(words: Iterable[str]) -> set[str]:
+    """Return the names of the arguments whose flags are among words."""
+    flags = (word.partition('=')[0] for word in words if word.startswith('--'))
+    return {name[2:].replace('-', '_') for name in flags}
+
+
+def without(words: Iterable[str], valued: Iterable[str], switches: Iterable[str]) -> Iterator[str]:
+    """Yield words without these flags, and without the values behind the first kind."""
+    valued, switches = {f'--{name}' for name in valued}, set(switches)
+    dropping = False
+    for word in words:
+        if word.startswith('--'):
+            name = word.partition('=')[0]
+            dropping = name in valued
+            if dropping or name in switches:
+                continue
+        elif dropping:
+            continue
+        yield word
+
+
+def refuse(message: str) -> None:
+    """Tell the user once a host why the job ends, and torchrun, whose own last lines repeat it.
+
+    Once a host, as a file may be missing on one of them only.
+    """
+    if int(os.environ.get('LOCAL_RANK', 0)) == 0:
+        print(message, file=sys.stderr, flush=True)
+    file = os.environ.get('TORCHELASTIC_ERROR_FILE')
+    if file:
+        Path(file).write_text(json.dumps({'message': message, 'timestamp': int(time.time())}))

@@ -1,4 +1,4 @@
-"""Reads the command line of a training job without starting it.
+"""Reads the command line of a training job without starting it, and checks its sizes.
 
 With `megatron.training` at hand by Megatron's own parser; else only what concerns us: our flags,
 the sizes and the parallelism.
@@ -7,126 +7,99 @@ the sizes and the parallelism.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
 import difflib
 import importlib
+import io
 import os
+import re
 import sys
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_zbpp.emulation.flags import cpu_flags
+from megatron_zbpp.emulation import cpu_flags
 from megatron_zbpp.mcore.command_line.arguments import require_packages
-from megatron_zbpp.mcore.command_line.flags import add_arguments
-from megatron_zbpp.mcore.command_line.messages import flag
-from megatron_zbpp.mcore.command_line.parsing import parse
-from megatron_zbpp.mcore.job import rules_table
-from megatron_zbpp.mcore.start.scratch_losses import DRAWING
+from megatron_zbpp.mcore.command_line.flags import add_arguments, flag, parse
+from megatron_zbpp.mcore.iteration.announcement import DRAWING
+from megatron_zbpp.mcore.job import rules
+from megatron_zbpp.mcore.job.sizes import Sizes
+from megatron_zbpp.mcore.settings import BY_FLAG
 
 TRAINING = 'megatron.training.arguments'
 # How like a flag of ours, or of Megatron's, a word must be to be taken for it.
 _OURS, _THEIRS = 0.85, 0.8
 # Megatron's flags that say how many layers, ranks and microbatches there are
-_NUMBERS = {
-    'num_layers': None,
-    'tensor_model_parallel_size': 1,
-    'pipeline_model_parallel_size': 1,
-    'context_parallel_size': 1,
-    'expert_model_parallel_size': 1,
-    'num_layers_per_virtual_pipeline_stage': None,
-    'num_virtual_stages_per_pipeline_rank': None,
-    'decoder_first_pipeline_num_layers': None,
-    'decoder_last_pipeline_num_layers': None,
-    'micro_batch_size': None,
-    'global_batch_size': None,
-    'eval_global_batch_size': None,
-    'eval_micro_batch_size': None,
-    'eval_iters': None,
-    'hidden_size': None,
-    'ffn_hidden_size': None,
-    'num_attention_heads': None,
-    'num_query_groups': 1,
-    'kv_channels': None,
-    'num_experts': None,
-    'seq_length': None,
-    'expert_tensor_parallel_size': None,
-    'tensor_parallel_num_weight_shards': None,
-    'expert_tensor_parallel_num_weight_shards': None,
-}
-SIZES = (*_NUMBERS, 'max_position_embeddings')
+_NUMBERS = (
+    'num_layers tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size '
+    'expert_model_parallel_size num_layers_per_virtual_pipeline_stage '
+    'num_virtual_stages_per_pipeline_rank decoder_first_pipeline_num_layers '
+    'decoder_last_pipeline_num_layers micro_batch_size global_batch_size eval_global_batch_size '
+    'eval_micro_batch_size eval_iters hidden_size ffn_hidden_size num_attention_heads '
+    'num_query_groups kv_channels num_experts seq_length expert_tensor_parallel_size '
+    'tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards'
+).split()
+_ONE = re.compile('(.*model|context)_parallel_size|num_query_groups')  # by default
+_SIZES = (*_NUMBERS, 'max_position_embeddings')
 _SWITCHES = (
-    'account_for_embedding_in_pipeline_split',
-    'account_for_loss_in_pipeline_split',
-    'sequence_parallel',
-    'group_query_attention',
-    'multi_latent_attention',
-    'swiglu',
-    'bf16',
-    'fp16',
-    'full_validation',
-    'decrease_batch_size_if_needed',
-)
+    'account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split sequence_parallel '
+    'group_query_attention multi_latent_attention swiglu bf16 fp16 full_validation '
+    'decrease_batch_size_if_needed'
+).split()
+# Words of Megatron's checks that ask the machine: that of the job may be another one.
+_OF_MACHINE = re.compile(r'environ|transformer.engine|\bTE\b|cuda|\bGPU', re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class LaunchLine:
-    """A launch line, parsed.
+    """A launch line, parsed."""
 
-    Attributes:
-        args: Megatron's arguments, not validated.
-        unknown: words that Megatron's own parser does not know.
-        lacks: why Megatron's own parser did not read it; empty: it did.
-        world_size: processes of the job.
-        on_cpu: whether it runs on the CPU.
-        words: the script's own flags.
-    """
+    args: argparse.Namespace  # Megatron's arguments, not validated
+    unknown: tuple[str, ...]  # words that Megatron's own parser does not know
+    lacks: str  # why Megatron's own parser did not read it; empty: it did
+    world_size: int  # processes of the job
+    on_cpu: bool  # whether it runs on the CPU
+    words: tuple[str, ...]  # the script's own flags
+    launcher: tuple[str, ...] = ()  # what starts the script
+    script: str | None = None  # its path; None: the line is flags alone
 
-    args: argparse.Namespace
-    unknown: tuple[str, ...]
-    lacks: str
-    world_size: int
-    on_cpu: bool
-    words: tuple[str, ...]
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.args)
 
 
 class _Parser(argparse.ArgumentParser):
-    """One that raises."""
-
     def error(self, message: str) -> NoReturn:
         raise ValueError(f'launch line: {message}')
 
 
 def read(words: Sequence[str], gpus: int | None = None) -> LaunchLine:
-    """Parse a launch line.
+    """Parse a launch line: `torchrun ... pretrain_gpt.py FLAG ...`, or the flags alone.
 
-    Args:
-        words: `torchrun ... pretrain_gpt.py FLAG ...`, or the flags alone.
-        gpus: of the job; default: what torchrun is given, or WORLD_SIZE, or as few as it takes.
-
-    Raises:
-        ValueError: words that make no sense.
+    `gpus` are by default those that torchrun is given, or WORLD_SIZE, or as few as it takes.
     """
     launcher, script, flags = divided(words)
-    _require_launcher(launcher, script, flags)
+    if script is not None:
+        _require_launcher(launcher, script, flags)
     lacks = _lacks()
-    parser = _own_parser() if lacks else _megatrons_parser()
+    parser = _parser(lacks)
     on_cpu = '--cpu' in launcher
     given = [*(cpu_flags(flags) if on_cpu else ()), *flags]
     args, unknown, checks = parse(parser, parser.parse_known_args, given, where='launch line: ')
-    with checks.one():
+    with checks.one(''):
         require_spelt(unknown)
-    checks.require_all()
-    world_size = gpus or _processes(launcher) or _fewest(args)
-    hinted = (
-        () if lacks else tuple(_hinted(word, parser._option_string_actions) for word in unknown)
-    )
-    return LaunchLine(args, hinted, lacks, world_size, on_cpu, tuple(flags))
+    checks.require_all(BY_FLAG)
+    world_size = gpus or _processes(launcher) or Sizes(args).ranks_of_replica
+    near = ((word, _nearest(word, parser, _THEIRS)) for word in (() if lacks else unknown))
+    hinted = (f'{word} (did you mean {meant}?)' if meant else word for word, meant in near)
+    own = tuple(flags), tuple(launcher), script
+    return LaunchLine(args, tuple(hinted), lacks, world_size, on_cpu, *own)
 
 
-def _require_launcher(launcher: list[str], script: str | None, flags: list[str]) -> None:
-    if script is None:
-        return
+def _require_launcher(launcher: list[str], script: str, flags: list[str]) -> None:
     if '--cpu' in flags and 'megatron_zbpp.launch' in launcher:
         raise ValueError(
             f'launch line: --cpu is no flag of {script}: write it before, behind '
@@ -143,29 +116,19 @@ def _require_launcher(launcher: list[str], script: str | None, flags: list[str])
 
 
 def require_spelt(unknown: Sequence[str]) -> None:
-    """Raise for a flag that nobody knows and that is nearly one of ours.
-
-    Raises:
-        ValueError: names both.
-    """
+    """Raise for a flag that nobody knows and that is nearly one of ours."""
     parser = _Parser(allow_abbrev=False, add_help=False)
     add_arguments(parser)
     for word in unknown:
-        near = _nearest(word, parser._option_string_actions, _OURS)
-        if near is not None:
+        if near := _nearest(word, parser, _OURS):
             raise ValueError(f'launch line: {word} is not known: did you mean {near}?')
 
 
-def _hinted(word: str, known: Collection[str]) -> str:
-    near = _nearest(word, known, _THEIRS)
-    return word if near is None else f'{word} (did you mean {near}?)'
-
-
-def _nearest(word: str, known: Collection[str], cutoff: float) -> str | None:
-    """Return the flag that is meant, by its likeness from 0 to 1; None: none, or no flag."""
+def _nearest(word: str, parser: argparse.ArgumentParser, cutoff: float) -> str:
+    """Return the flag that is meant, by its likeness from 0 to 1; empty: none, or no flag."""
     name = word.partition('=')[0]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
-    return near[0] if near and name.startswith('--') else None
+    known = parser._option_string_actions if name.startswith('--') else ()
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), '')
 
 
 def divided(words: Sequence[str]) -> tuple[list[str], str | None, list[str]]:
@@ -184,20 +147,16 @@ def _lacks() -> str:
     return '' if TRAINING in sys.modules else 'megatron.training is not here'
 
 
-def _megatrons_parser() -> argparse.ArgumentParser:
-    megatrons = importlib.import_module(TRAINING)
+def _parser(lacks: str) -> argparse.ArgumentParser:
+    """Return Megatron's own parser with our flags; where it lacks, one of what concerns us."""
     parser = _Parser(allow_abbrev=False)
-    add = megatrons.add_megatron_arguments
-    add = getattr(add, '__wrapped__', add)  # ours are added below
-    add_arguments(add(parser))
-    return parser
-
-
-def _own_parser() -> argparse.ArgumentParser:
-    parser = _Parser(allow_abbrev=False)
+    if not lacks:
+        add = importlib.import_module(TRAINING).add_megatron_arguments
+        add_arguments(getattr(add, '__wrapped__', add)(parser))  # ours once
+        return parser
     add_arguments(parser)
-    for name, default in _NUMBERS.items():
-        parser.add_argument(flag(name), type=int, default=default)
+    for name in _NUMBERS:
+        parser.add_argument(flag(name), type=int, default=1 if _ONE.fullmatch(name) else None)
     for name in _SWITCHES:
         parser.add_argument(flag(name), action='store_true')
     parser.add_argument('--pipeline-model-parallel-layout')
@@ -209,9 +168,9 @@ def _own_parser() -> argparse.ArgumentParser:
     parser.add_argument('--fp8-format', dest='fp8')
     parser.add_argument('--fp4-format', dest='fp4')
     parser.add_argument('--transformer-impl', default='transformer_engine')
-    for name in rules_table.settings():
-        if name not in ('fp8', 'fp4', 'transformer_impl', *_NUMBERS, *_SWITCHES):
-            parser.add_argument(flag(name), nargs='?', const=True)
+    known = {'fp8', 'fp4', 'transformer_impl', *_NUMBERS, *_SWITCHES}
+    for name in sorted({*rules.settings()} - known):
+        parser.add_argument(flag(name), nargs='?', const=True)
     return parser
 
 
@@ -229,10 +188,59 @@ def _processes(launcher: list[str]) -> int | None:
     return int(args.nproc_per_node) * int(args.nnodes)
 
 
-def _fewest(args: argparse.Namespace) -> int:
-    """Return processes of one replica of the model."""
-    return (
-        args.tensor_model_parallel_size
-        * args.pipeline_model_parallel_size
-        * args.context_parallel_size
-    )
+def require_possible(line: LaunchLine) -> None:
+    """Raise ValueError for sizes that no job has: 0, or heads and groups that do not divide."""
+    args, given = line.args, {name: getattr(line.args, name, None) for name in _SIZES}
+    for name, value in given.items():
+        if value is not None and value < (name != 'eval_iters'):
+            raise ValueError(f'{flag(name)} {value} is not possible: give a whole number from 1 up')
+    pairs = [('num_attention_heads', 'num_query_groups')] * args.group_query_attention
+    pairs += [('hidden_size', 'num_attention_heads')] * (given['kv_channels'] is None)
+    for whole, part in pairs:
+        number, divisor = given[whole], given[part]
+        if number and divisor and number % divisor:
+            raise ValueError(
+                f'{flag(part)} {given[part]} does not divide {flag(whole)} {given[whole]}: give a '
+                'divisor'
+            )
+
+
+def require_sizes(line: LaunchLine) -> str:
+    """Return the complaint of Megatron's validation that is not about sizes; empty: none.
+
+    ValueError names sizes that it refuses. Layers are placed already, if that is ours to do.
+    """
+    args = copy.deepcopy(line.args)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            _validate(replace(line, args=args))
+    except (Exception, SystemExit) as error:
+        source = traceback.extract_tb(error.__traceback__)[-1].line or ''
+        told = ' '.join(str(error).split()) or source
+        words = {*re.findall(r'\w+', f'{told} {source}'.replace('-', '_'))}
+        given = ((name, getattr(args, name, None)) for name in _SIZES if name in words)
+        wrong = [f'{flag(name)} {value}' for name, value in given if value is not None]
+        if wrong and not _OF_MACHINE.search(f'{told} {source}'):
+            raise ValueError(f'{", ".join(wrong)}: Megatron refuses it ({told})') from error
+        return '' if line.lacks else f'validation by Megatron itself ends here: {told}'
+    return ''
+
+
+def _validate(line: LaunchLine) -> None:
+    """Let Megatron check its arguments, and fill them; its config alone without a training loop."""
+    args = line.args
+    if not line.lacks:
+        training = importlib.import_module(TRAINING)
+        args.rank, args.world_size = 0, line.world_size
+        args.deterministic_mode = False  # which changes torch in this process
+        training.validate_args(args)
+        training.core_transformer_config_from_args(args)
+        return
+    from megatron.core.transformer import TransformerConfig
+
+    known = {each.name for each in fields(TransformerConfig)} - {'pipeline_model_parallel_size'}
+    given = {name: getattr(args, name, None) for name in _SIZES if name in known}
+    given['num_moe_experts'] = args.num_experts
+    given['num_query_groups'] = args.num_query_groups if args.group_query_attention else None
+    if all(given[name] for name in ('num_layers', 'hidden_size', 'num_attention_heads')):
+        TransformerConfig(**{name: value for name, value in given.items() if value is not None})

@@ -1,15 +1,18 @@
-"""Says at the start of a training, once and on one rank, what runs."""
+"""Lines in the log at the start of a training: the schedule that runs, and losses from scratch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_zbpp.analysis.gain import RIVAL, gain_text, makespan_of, megatron_refuses
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.runtime.log import job_log
+from megatron_zbpp.mcore.settings import AUTO, Settings
+from megatron_zbpp.schedules import find
 from megatron_zbpp.techniques.composition import VOCABULARY, techniques_of
 from megatron_zbpp.version import __version__
 
@@ -21,47 +24,95 @@ _NORMS = {
 }
 
 
-def announce(schedule: Schedule, config: Any) -> None:
-    """Log what runs, on the first rank of the job."""
-    for line in lines(schedule, config):
-        job_log.info(line)
+@dataclass(frozen=True)
+class Simulated:
+    """An iteration where F, B and W of a rank with the mean of layers take 1 each.
+
+    Stages take as long as they have layers; messages take nothing. Or by the costs of a plan.
+    """
+
+    microbatches: int  # of the iteration
+    makespan: float  # first start to last end
+    idle_busiest_rank: float  # share of it in which even the busiest rank idles
+    window: float  # the longest of a rank
+    bubble: float  # the same share of that
+    idle_all_ranks: float  # share of all ranks' time that no pass takes
+    rival: float | None  # makespan of 1F1B for the same model; None: it has none
+    # most activations of each rank, in those of one microbatch on a full rank
+    peaks: tuple[float, ...]
+    planned: bool = False  # whether by the costs of the plan that is run, in its units
+    in_shards: bool = False  # whether the output layer is on all ranks; the rival's is whole
+
+    @classmethod
+    def of(cls, schedule: Schedule, layers: Sequence[int], microbatches: int) -> Simulated:
+        """Simulate a schedule; `layers`: of each stage, in model order; none: all have as many."""
+        costs = alike = Costs.known(schedule, layers)
+        if in_shards := VOCABULARY in techniques_of(schedule):
+            from megatron_zbpp.techniques.vocabulary.place import rival_costs, with_usual_share
+
+            costs = with_usual_share(schedule, costs)
+            alike = rival_costs(schedule, costs)
+        timeline = simulate(schedule, costs)
+        return cls(
+            microbatches,
+            timeline.makespan,
+            timeline.idle_busiest_rank,
+            max(timeline.windows),
+            timeline.bubble,
+            timeline.idle_all_ranks,
+            makespan_of(RIVAL, schedule, alike),
+            peak(schedule, costs),
+            schedule.costs is not None,
+            in_shards,
+        )
+
+    def times(self, even: str) -> str:
+        """Return the times that passes take, in words; `even` are those without a plan."""
+        if self.planned or not self.in_shards:
+            return 'costs of the plan' if self.planned else even
+        from megatron_zbpp.techniques.vocabulary.place import USUAL_SHARE
+
+        return f'{even}, shards {USUAL_SHARE}'
+
+    def gained(self) -> str:
+        """Return the gain over 1F1B, in words."""
+        rival = RIVAL
+        if self.in_shards:
+            from megatron_zbpp.techniques.vocabulary.place import WHOLE
+
+            rival += WHOLE
+        return gain_text(self.makespan, self.rival, rival)
 
 
 def lines(schedule: Schedule, config: Any) -> list[str]:
     """Return schedule and sizes, layers of each rank, simulated bubble, simulated memory."""
     placement = schedule.placement
-    by_stage = _by_stage(config)
-    costs = alike = Costs.known(schedule, by_stage or ())
+    layout = getattr(config, 'pipeline_model_parallel_layout', None)
+    by_stage: list[int] | None = getattr(layout, 'num_layers', None)  # in model order
     by_layers = ', by layers' if by_stage and len({*by_stage}) > 1 else ''
-    times = f'F = B = W{by_layers}' if schedule.costs is None else 'the costs of the plan'
-    rival = RIVAL
-    if VOCABULARY in techniques_of(schedule):
-        from megatron_zbpp.techniques.vocabulary.place import (
-            USUAL_SHARE,
-            WHOLE,
-            rival_costs,
-            with_usual_share,
-        )
-
-        costs = with_usual_share(schedule, costs)
-        alike = rival_costs(schedule, costs)
-        rival += WHOLE
-        times += '' if schedule.costs else f', shards {USUAL_SHARE}'
-    timeline, late = simulate(schedule, costs), asynchrony(schedule)
-    least = makespan_of(RIVAL, schedule, alike)
+    late, slices = asynchrony(schedule), schedule.graph.num_slices
     m = late[0] if late else schedule.num_microbatches
+    run = Simulated.of(schedule, by_stage or (), m)
+    times = 'the ' * run.planned + run.times(f'F = B = W{by_layers}')
+    if by_stage is not None:
+        held = map(placement.stages, range(placement.num_ranks))
+        layers = ', '.join('+'.join(str(by_stage[stage]) for stage in own) for own in held)
+    else:
+        total = getattr(config, 'num_layers', None)
+        layers = 'as the model has them' if not total else f'{total} in all, divided by Megatron'
+    most = max(run.peaks)
+    memory = f'{most:.1f} activations of a microbatch on a full rank'
     found = [
         f'version {__version__}: {schedule.name} on {schedule.num_ranks} ranks x '
         f'{placement.num_chunks} chunks, {m} microbatches'
-        f'{_slices(schedule)}',
-        f'layers of each rank, by chunk: {_layers(schedule, config)}',
+        f'{f" of {slices} slices" if slices > 1 else ""}',
+        f'layers of each rank, by chunk: {layers}',
         late[1]
         if late
-        else f'simulated with {times}: idle GPU time {timeline.idle_all_ranks:.1%}'
-        f'{gain_text(timeline.makespan, least, rival)}',
-        f'simulated memory: {_held(schedule, max(peak(schedule, costs)))}',
+        else f'simulated with {times}: idle GPU time {run.idle_all_ranks:.1%}{run.gained()}',
+        f'simulated memory: {f"{most:.4g} in the unit of the plan" if schedule.costs else memory}',
     ]
-    if schedule.graph.num_slices > 1 and getattr(config, 'num_moe_experts', None):
+    if slices > 1 and getattr(config, 'num_moe_experts', None):
         found.append(
             'auxiliary losses of experts are those of each slice, weighed by its tokens: not quite '
             'those of whole sequences'
@@ -69,12 +120,6 @@ def lines(schedule: Schedule, config: Any) -> list[str]:
     if refused := megatron_refuses(placement, m):
         found.append(refused)
     return found
-
-
-def _held(schedule: Schedule, most: float) -> str:
-    if schedule.costs is None:
-        return f'{most:.1f} activations of a microbatch on a full rank'
-    return f'{most:.4g} in the unit of the plan'
 
 
 def asynchrony(schedule: Schedule) -> tuple[int, str] | None:
@@ -98,24 +143,48 @@ def asynchrony(schedule: Schedule) -> tuple[int, str] | None:
     )
 
 
-def _slices(schedule: Schedule) -> str:
-    """Return such as ` of 4 slices`; empty: sequences are whole."""
-    slices = schedule.graph.num_slices
-    return f' of {slices} slices' if slices > 1 else ''
+# settings by which a forward of Megatron's layers draws random numbers
+DRAWING = (
+    'hidden_dropout',
+    'attention_dropout',
+    'moe_input_jitter_eps',
+    'moe_router_force_load_balancing',
+    'moe_router_force_biased',  # from 0.17 on
+    'mtp_hsm',  # from 0.20 on
+)
 
 
-def _layers(schedule: Schedule, config: Any) -> str:
-    """Return such as `2+2, 2+2`; as Megatron divides them where no layout says otherwise."""
-    placement = schedule.placement
-    by_stage = _by_stage(config)
-    if by_stage is None:
-        total = getattr(config, 'num_layers', None)
-        return 'as the model has them' if total is None else f'{total} in all, divided by Megatron'
-    ranks = (placement.stages(rank) for rank in range(placement.num_ranks))
-    return ', '.join('+'.join(str(by_stage[stage]) for stage in own) for own in ranks)
+def losses_from_scratch(settings: Settings, placement: Placement, config: Any) -> str:
+    """Return one line: losses from scratch are stock Megatron's, or the reasons why they differ."""
+    reasons = '; '.join(_reasons(settings, placement, config))
+    if reasons:
+        return f"losses from scratch differ from stock Megatron's: {reasons}"
+    clipped = '' if placement.is_loop else '; steps that are clipped differ in the last bits'
+    return f"losses from scratch are stock Megatron's{clipped}"
 
 
-def _by_stage(config: Any) -> list[int] | None:
-    """Return the layers of each stage in model order; None: no layout says."""
-    layout = getattr(config, 'pipeline_model_parallel_layout', None)
-    return getattr(layout, 'num_layers', None)
+def _reasons(settings: Settings, placement: Placement, config: Any) -> Iterator[str]:
+    if not settings.same_start and not placement.is_loop:
+        yield 'other ranks draw the initial weights (--no-pipeline-same-start)'
+    drawn = [f'{name} {value}' for name in DRAWING if (value := getattr(config, name, None))]
+    if drawn and settings.dropout_seeds:
+        yield (
+            f'random numbers of {", ".join(drawn)} are seeded by layer and microbatch '
+            '(--pipeline-dropout-seeds), as by 1f1b with that flag'
+        )
+    elif drawn and placement != Placement.loop(placement.num_ranks):
+        yield (
+            f'other ranks draw the random numbers of {", ".join(drawn)} (zb-h1 keeps them; all '
+            'schedules draw the same with --pipeline-dropout-seeds)'
+        )
+    if getattr(config, 'fp4', None) and settings.schedule != '1f1b':
+        yield 'backwards round gradients of fp4 at random, in the order of passes'
+    name = settings.schedule
+    if isinstance(name, str) and name != AUTO and find(name).asynchronous:
+        yield f'{name} is asynchronous: gradients are of older weights'
+    if settings.freeze is not None:
+        yield 'freezing trains another model'
+    if settings.slices is not None:
+        yield 'slices round otherwise'
+    if settings.vocab_parallel is not None:
+        yield 'shards of the output layer round otherwise'

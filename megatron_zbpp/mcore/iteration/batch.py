@@ -1,116 +1,128 @@
-"""One global batch: its passes, and what Megatron does after them."""
+"""One global batch: the executor of its passes on this rank, and Megatron's work after them."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakSet
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
+from megatron.core import utils
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_zbpp.mcore import compat, own_offloading
-from megatron_zbpp.mcore.iteration.arguments import Arguments
-from megatron_zbpp.mcore.iteration.stages import Call
-from megatron_zbpp.mcore.layers import transformer_engine
-from megatron_zbpp.mcore.layers.dummy_gradients import dropped_gradient
+from megatron_zbpp.guests.base import Around
+from megatron_zbpp.ir import Pass
+from megatron_zbpp.mcore import compat
+from megatron_zbpp.mcore.faces import CallContext, Face, Wrap
+from megatron_zbpp.mcore.iteration.model_checks import every_weight_gradient
+from megatron_zbpp.mcore.iteration.stages import Arguments, Call, ModelStage
+from megatron_zbpp.mcore.layers.linear import dropped_gradient
 from megatron_zbpp.mcore.lowered import Lowered
+from megatron_zbpp.mcore.model_settings import end_offloading
 from megatron_zbpp.mcore.session import Session
-from megatron_zbpp.post_validation import protocol
+from megatron_zbpp.runtime import clock
+from megatron_zbpp.runtime.channels import Channels, Message
+from megatron_zbpp.runtime.clock import clock_for
+from megatron_zbpp.runtime.compat import profiler_enabled
 from megatron_zbpp.runtime.executor import Executor
-from megatron_zbpp.runtime.log import rank_log
 from megatron_zbpp.runtime.measure import Iteration
-from megatron_zbpp.runtime.weight_grads import WeightGradStore
+from megatron_zbpp.runtime.tables import Tables
 
 if TYPE_CHECKING:
-    from megatron_zbpp.mcore.reading import Reading
-
-_UNUSED = (
-    'rank %d: no layer left its weight gradient to a W pass, so that W passes have '
-    'nothing to do: results are right, and the schedule gains nothing by them. Layers that can are '
-    "Megatron's ColumnParallelLinear and RowParallelLinear, and Transformer Engine's: report it "
-    'if these are'
-)
-_complete: WeakSet[torch.nn.Module] = WeakSet()  # chunks that have been looked at
+    from megatron_zbpp.runtime.activations.store import ActivationStore
 
 
-def every_weight_gradient(
-    models: Sequence[torch.nn.Module], store: WeightGradStore
-) -> AbstractContextManager[None]:
-    """Enter an iteration of training, which is looked at if it is the first of these chunks.
+def profiled(p: Pass) -> AbstractContextManager:
+    """Make a range as `runtime.clock.profiled` does, and under nsys.
 
-    A weight that autograd did not visit took no part in it: an expert without tokens, a layer that
-    is not used. One that it visited got a gradient: as such, or added to `main_grad`. Where W
-    passes had nothing to compute, that is said: gradients are right, but nothing is gained.
-
-    Raises:
-        RuntimeError: afterwards; names the parameters that got none.
+    There, a program may have asked for Megatron's ranges by `configure_nvtx_profiling`, without
+    torch's emit_nvtx.
     """
-    fresh = [model for model in models if model not in _complete]
-    return _looking(fresh, store) if fresh else contextlib.nullcontext()
+    nsys = compat.nvtx_enabled() and not profiler_enabled()
+    return _nvtx(clock.name(p)) if nsys else clock.profiled(p)
 
 
-@contextlib.contextmanager
-def _looking(models: Sequence[torch.nn.Module], store: WeightGradStore) -> Iterator[None]:
-    visits: dict[str, bool] = {}  # by name, whether autograd brought a gradient
-    parameters = {
-        name if len(models) == 1 else f'chunk {k}: {name}': parameter
-        for k, model in enumerate(models)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-
-    def visit(name: str, gradient: torch.Tensor | None) -> None:
-        visits[name] = visits.get(name, False) or gradient is not None
-
-    handles = [
-        parameter.register_hook(functools.partial(visit, name))
-        for name, parameter in parameters.items()
-    ]
-    try:
-        with transformer_engine.strays() as strays:
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
-    waiting = {
-        id(parameter) for model in models for parameter in transformer_engine.left_over(model)
-    }
-    missing = [
-        name
-        for name, parameter in parameters.items()
-        if id(parameter) in waiting or not (visits.get(name, True) or _has_main_grad(parameter))
-    ]
-    if missing or strays:
-        raise RuntimeError(_message(missing, strays))
-    _complete.update(models)
-    if not store.used and any(p.ndim > 1 and 'embedding' not in n for n, p in parameters.items()):
-        rank_log.warning(_UNUSED, dist.get_rank())
+@contextmanager
+def _nvtx(name: str) -> Iterator[None]:
+    utils.nvtx_range_push(name)
+    yield
+    utils.nvtx_range_pop(name)  # not after an error: ranges inside are open, and it would hide that
 
 
-def _has_main_grad(parameter: torch.nn.Parameter) -> bool:
-    return getattr(parameter, 'grad_added_to_main_grad', hasattr(parameter, 'main_grad'))
+Data = Sequence[Iterator | None]
+"""What the chunks of a rank read."""
 
 
-def _message(missing: Sequence[str], strays: Sequence[tuple[torch.Size, ...]]) -> str:
-    said = 'weight gradients were put off in the first iteration, and no W pass computed them: '
-    if missing:
-        said += ', '.join(missing)
-    else:
-        shapes = ', '.join(
-            ' and '.join(str(tuple(s)) for s in each) for each in dict.fromkeys(strays)
+@dataclass(frozen=True)
+class Executors:
+    """Makes executors of the programs that the ranks have agreed upon."""
+
+    session: Session  # whose schedule it is
+    pipeline: dist.ProcessGroup  # the group of their ranks
+    context: CallContext  # of the call
+    faces: Sequence[Face]  # of the techniques at work in the call, the innermost first
+    wraps: Mapping[str, Wrap]  # make the wrappers of stages, the innermost first
+    # what a stage sends to the next one, where edges differ; none: `messages`
+    edges: Mapping[int, tuple[Message, ...]] = field(default_factory=dict)
+
+    def executor(
+        self, call: Call, data: Data, tables: Tables, nobody: Channels | None = None
+    ) -> Executor:
+        """Return the executor of a call on all ranks.
+
+        With `nobody` for its channels this rank runs passes alone, and activations stay.
+        """
+        session, lowered, messages = self.session, self.context.lowered, self.context.messages
+        placement, models = lowered.placement, call.arguments.models
+        held = placement.stages(self.pipeline.rank())
+        several, last = len(held) > 1, placement.num_stages - 1
+        stages = {
+            stage: ModelStage(
+                call, models[k], data[k], k if several else None, stage == last, self.wraps
+            )
+            for k, stage in enumerate(held)
+        }
+        more: dict[str, Any] = {}
+        channels = nobody
+        if channels is None:
+            varying = messages[0].shape is None
+            channels = session.channels(self.pipeline, placement, call.device, varying)
+            more['together'] = next(filter(None, (face.together for face in self.faces)), None)
+            if not call.arguments.forward_only:
+                more['side'] = session.filler
+                if lowered.moves:
+                    more['activations'] = self._activations(call, stages.values())
+        own = [face.passes([*stages.values()], self.context) for face in self.faces]
+        collectives = {name: each for o in own for name, each in o.collectives.items()}
+        if collectives:
+            more['collectives'] = session.collectives(self.pipeline, collectives)
+        named: Around = profiled
+        for guest in session.guests:
+            named = guest.within(named, call, self.pipeline)
+        return Executor(
+            tables.program,
+            stages,
+            channels,
+            messages if len(messages) > 1 else messages[0],
+            session.store,
+            clock_for(call.device, counting=session.counting),
+            named,
+            tables=tables,
+            edges=self.edges,
+            actions={kind: run for each in own for kind, run in each.actions.items()},
+            **more,
         )
-        said += f"Transformer Engine's, of layers that model.modules() does not find, from {shapes}"
-    return said + (
-        ". Use layers that the schedule can split (without Transformer Engine's op fuser), or a "
-        'schedule without W passes such as 1f1b; please report it'
-    )
+
+    def _activations(self, call: Call, stages: Iterable[ModelStage]) -> ActivationStore:
+        lowered = self.context.lowered
+        store = self.session.activations(call.device, self.pipeline, lowered.partners)
+        store.tell(everything=dist.get_rank() == 0)
+        parameters = (p for model in call.arguments.models for p in model.parameters())
+        wrappers = (each for stage in stages for each in stage.wrappers.values())
+        store.keep(parameters, [each.shared for each in wrappers])
+        return store
 
 
 @dataclass(frozen=True)
@@ -123,22 +135,31 @@ class Batch:
     call: Call
     lowered: Lowered
     executor: Executor
-    reading: Reading | None = None  # where what chunks read is compared
 
-    def timed(self) -> contextlib.AbstractContextManager[None]:
+    @contextmanager
+    def timed(self) -> Iterator[None]:
         """Enter Megatron's own timer around the passes."""
-        return _timed(self.config)
+        timers = self.config.timers
+        if timers is not None:
+            timer = timers('forward-backward', log_level=1)
+            timer.start(barrier=self.config.barrier_with_L1_time)
+        yield
+        if timers is not None:
+            timers('forward-backward').stop()
 
     def run(self, session: Session) -> None:
         """Run the passes that are left of it."""
         arguments = self.call.arguments
         looked_at = arguments.models if self.executor.splits else ()
         for guest in () if arguments.forward_only else session.guests:
-            guest.before(compat.training_step())
+            # steps that NVIDIA's loop has taken by now; None: another loop trains
+            guest.before(getattr(compat.training_arguments(), 'curr_iteration', None))
             if guest.skips_gradients:
                 looked_at = ()  # some get none
         if session.store.left_out is not None and not arguments.forward_only:
-            wanted = compat.hooks_want_gradients(arguments.models)
+            configs = (getattr(model, 'ddp_config', None) for model in arguments.models)
+            # DDP's hooks fail then where a parameter has no gradient
+            wanted = any(getattr(config, 'overlap_grad_reduce', False) for config in configs)
             session.store.dropped = dropped_gradient if wanted else None
         with (
             session.watchdog.passes(self.executor),
@@ -150,24 +171,18 @@ class Batch:
     def finish(self, session: Session) -> list[Any]:
         """Do what comes after the passes; return the loss function's results on the last rank."""
         config, arguments = self.config, self.call.arguments
-        if self.reading is not None:
-            self.reading.compare(self.lowered.placement, self.pipeline, session.collective)
-        own_offloading.end(config, session.announced)
+        for face in session.faces:
+            face.ended(self.lowered.placement, self.pipeline)
+        end_offloading(config, session.announced)
         if config.finalize_model_grads_func is not None and not arguments.forward_only:
-            with session.watchdog.collective(
-                'reduction of gradients among replicas and tied layers'
-            ):
-                config.finalize_model_grads_func(
-                    arguments.models,
-                    self.call.num_tokens if config.calculate_per_token_loss else None,
-                    pg_collection=self.groups,
-                    force_all_reduce=arguments.force_all_reduce,
-                )
+            tokens = self.call.num_tokens if config.calculate_per_token_loss else None
+            more = {'pg_collection': self.groups, 'force_all_reduce': arguments.force_all_reduce}
+            with session.collective('reduction of gradients among replicas and tied layers'):
+                config.finalize_model_grads_func(arguments.models, tokens, **more)
         if getattr(config, 'cuda_graph_impl', None) == 'local':
             schedules.create_cudagraphs()  # in the order of the first iteration; later it does none
-        iteration = Iteration(
-            self.lowered.schedule, self.pipeline, self.executor.record, self.executor.clock
-        )
+        record, clock = self.executor.record, self.executor.clock
+        iteration = Iteration(self.lowered.schedule, self.pipeline, record, clock)
         if arguments.forward_only:
             session.latest = iteration
         else:
@@ -183,42 +198,35 @@ class Batch:
         Megatron's interleaved schedule does so where --overlap-param-gather keeps parameters; its
         1F1B does not: there one part of the parameters sends for the next.
         """
-        functions, arguments = self.config.param_sync_func, self.call.arguments
-        models = arguments.models
-        if functions is None or arguments.forward_only or len(models) == 1:
+        starts, models = self.config.param_sync_func, self.call.arguments.models
+        if starts is None or self.call.arguments.forward_only or len(models) == 1:
             return
         begun = {p.stage for p in self.executor.record.passes}
-        stages = self.lowered.placement.stages(self.pipeline.rank())
-        for chunk, (stage, model) in enumerate(zip(stages, models, strict=True)):
+        for chunk, stage in enumerate(self.lowered.placement.stages(self.pipeline.rank())):
             if stage not in begun:
-                start = functions[chunk] if isinstance(functions, list | tuple) else functions
-                start(model.parameters())
+                start = starts[chunk] if isinstance(starts, list | tuple) else starts
+                start(models[chunk].parameters())
 
 
-class NextIteration(protocol.NextIteration, Protocol):
-    """The iteration that Megatron asks for next, whose forwards may have begun, and its data."""
+class NextIteration:
+    """The iteration that Megatron asks for next; of this one no forward runs before its call."""
+
+    def settle(self, clean: bool) -> None:
+        """Keep the forwards that have run for the next call, or drop them."""
 
     def replayed(self, iterator: Iterator | None) -> Iterator | None:
         """Return the iterator that replaces `iterator`: first data that was read and not used."""
-        ...
+        return iterator
 
     def take(self, arguments: Arguments) -> Batch | None:
         """Return the batch that was begun for this call; None: there is none."""
-        ...
 
     def stands(self) -> bool:
-        """Return whether passes that have ended count; else all is set back for them to run again.
+        """Return True, on all ranks, if passes that have ended count; else all is set back."""
+        return True
 
-        All ranks get the same.
-        """
-        ...
+    def drop(self) -> None:
+        """Drop forwards of later batches, on all ranks; what they have read is given again."""
 
-
-@contextlib.contextmanager
-def _timed(config: Any) -> Iterator[None]:
-    if config.timers is None:
-        yield
-        return
-    config.timers('forward-backward', log_level=1).start(barrier=config.barrier_with_L1_time)
-    yield
-    config.timers('forward-backward').stop()
+    def close(self) -> None:
+        """Drop what was begun, on all ranks: nothing is trained from now on."""

@@ -8,7 +8,7 @@ manifold-constrained hyper-connections (mHC) widen what is exchanged, which thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -16,11 +16,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore.faces import Face
-from megatron_zbpp.mcore.iteration.executors import Executors
-from megatron_zbpp.mcore.lowered import Lowered
+from megatron_zbpp.mcore.iteration.batch import Executors
 from megatron_zbpp.runtime.channels import Message
-from megatron_zbpp.runtime.hops import Edges, Hop
+from megatron_zbpp.runtime.messages import Hop
 from megatron_zbpp.runtime.stage import Backward, ForwardStep, StepOutput, Wrapper
 
 METHOD = 'hops'
@@ -35,25 +33,24 @@ def with_hops(
     model: torch.nn.Module,  # the first of them, as it is called
     hops: Sequence[tuple[Message, ...]],  # what Megatron says that neighbours exchange, by slice
 ) -> Executors:
-    """Return executors that know the edges: a model's first call of a size is a collective.
-
-    Raises:
-        ValueError: neighbours do not agree; all ranks raise it, before any pass.
-        NotImplementedError: the schedule cannot.
-    """
-    session, lowered, pipeline = executors.session, executors.lowered, executors.pipeline
-    tells = any(hasattr(chunk, METHOD) for chunk in chunks)
-    if hops[0][0].shape is None and not tells:
-        return executors  # each message tells its shape
+    """Return executors that know the edges: a model's first call of a size is a collective."""
+    session, lowered = executors.session, executors.context.lowered
     if hops[0][0].shape is None:
-        raise NotImplementedError(f'{_WIDE}: leave out --variable-seq-lengths')
+        if any(hasattr(chunk, METHOD) for chunk in chunks):
+            raise NotImplementedError(f'{_WIDE}: leave out --variable-seq-lengths')
+        return executors  # each message tells its shape
     known = session.edges.setdefault(model, {})
     if hops[0] not in known:
         with session.watchdog.collective('handshake about shapes of messages'):
-            known[hops[0]] = _agreed(chunks, hops[0], lowered.placement, pipeline)
-    edges: Edges = known[hops[0]]
+            known[hops[0]] = _agreed(chunks, hops[0], lowered.placement, executors.pipeline)
+    edges: dict[int, Hop] = known[hops[0]]
     several = any(len(hop) > 1 for hop in edges.values())
-    _require_supported(several, lowered, executors.faces)
+    # a schedule may do more than such hops can
+    cures = [face.no_hops for face in executors.faces if several or not face.takes_wide]
+    if several and lowered.moves:
+        cures.append('leave out offload, or take a schedule without eviction')
+    for cure in filter(None, cures):
+        raise NotImplementedError(f'{_SEVERAL if several else _WIDE}: {cure}')
     own = {METHOD: HopWrapper} if several else {}
     return replace(executors, wraps={**own, **executors.wraps}, edges=edges)
 
@@ -63,14 +60,14 @@ def _agreed(
     message: tuple[Message, ...],
     placement: Placement,
     pipeline: dist.ProcessGroup,
-) -> Edges:
+) -> dict[int, Hop]:
     held = placement.stages(pipeline.rank())
     own = {stage: _told(model, message) for stage, model in zip(held, models, strict=True)}
     gathered: list[dict[int, tuple[_Told, _Told]]] = [{} for _ in range(pipeline.size())]
     dist.all_gather_object(gathered, own, group=pipeline)
     told = {stage: sides for each in gathered for stage, sides in each.items()}
-    device, usual = message[0].device, _as_told(message)
-    edges: dict[int, Hop] = {}
+    device, edges = message[0].device, {}
+    usual = tuple((each.shape or (), each.dtype) for each in message)
     for stage in range(placement.num_stages - 1):
         gives, takes = told[stage][1], told[stage + 1][0]
         if None not in (gives, takes) and gives != takes:
@@ -78,8 +75,8 @@ def _agreed(
                 f'stage {stage} gives {_in_words(gives)}, but stage {stage + 1} takes '
                 f'{_in_words(takes)}: have {METHOD}(shape, dtype) of both models tell the same'
             )
-        told_so = gives or takes or usual or ()
-        edges[stage] = tuple(Message(shape, dtype, device) for shape, dtype in told_so)
+        hop = gives or takes or usual
+        edges[stage] = tuple(Message(shape, dtype, device) for shape, dtype in hop)
     return edges
 
 
@@ -94,11 +91,7 @@ def _told(model: Any, message: tuple[Message, ...]) -> tuple[_Told, _Told]:
         contracted = model.decoder.has_final_layernorm_in_this_stage()
         streams = 1 if contracted or wide else config.mhc_num_residual_streams
         return None, (((*shape[:-1], shape[-1] * streams), dtype),)
-    return None, _as_told(message)
-
-
-def _as_told(message: tuple[Message, ...]) -> _Told:
-    return tuple((tuple(each.shape or ()), each.dtype) for each in message)
+    return None, _plain([(each.shape or (), each.dtype) for each in message])
 
 
 def _plain(side: Sequence[tuple[Sequence[int], torch.dtype]] | None) -> _Told:
@@ -107,15 +100,6 @@ def _plain(side: Sequence[tuple[Sequence[int], torch.dtype]] | None) -> _Told:
 
 def _in_words(told: _Told) -> str:
     return ' and '.join(f'{shape} of {dtype}' for shape, dtype in told or ())
-
-
-def _require_supported(several: bool, lowered: Lowered, faces: Iterable[Face]) -> None:
-    """Raise NotImplementedError where a schedule does more than such hops can."""
-    cures = [face.no_hops for face in faces if several or not face.takes_wide]
-    if several and lowered.moves:
-        cures.append('leave out offload, or take a schedule without eviction')
-    for cure in filter(None, cures):
-        raise NotImplementedError(f'{_SEVERAL if several else _WIDE}: {cure}')
 
 
 class HopWrapper(Wrapper):

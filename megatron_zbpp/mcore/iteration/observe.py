@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 
 from megatron_zbpp.ir import BW, F, Pass
+from megatron_zbpp.mcore.patches.registry import replaced
 from megatron_zbpp.runtime.clock import Record, clock_for
 from megatron_zbpp.runtime.measure import Figures, Interval, Iteration
 from megatron_zbpp.schedules import build
@@ -21,14 +23,9 @@ class Observer:
     """Times the forward and backward steps of non-interleaved 1F1B on one rank."""
 
     def __init__(self, device: torch.device, pp_group: dist.ProcessGroup) -> None:
-        self._device = device
-        self._clock = clock_for(device)
-        self._record = Record()
-        self._pp_group = pp_group
-        self._stage = dist.get_rank(pp_group)
-        self._live = 0
-        self._backwards = 0
-        self._interval = Interval()
+        self._device, self._pp_group, self._stage = device, pp_group, dist.get_rank(pp_group)
+        self._clock, self._record, self._interval = clock_for(device), Record(), Interval()
+        self._live = self._backwards = 0
 
     @property
     def latest(self) -> Iteration:
@@ -45,33 +42,23 @@ class Observer:
         return self._interval.figures()
 
     def _note(self) -> None:
-        """Take note of an iteration that has ended, if it was one of training."""
-        if self._backwards:
+        if self._backwards:  # an iteration of training has ended
             self._interval.add(self.latest)
             self._backwards = 0
 
-    def forward(self, step: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Run Megatron's `forward_step`, timed."""
-        microbatch = kwargs['current_microbatch']
-        if microbatch == 0:
+    def timed(self, step: Callable, kind: str, *args: Any, **kwargs: Any) -> Any:
+        """Run Megatron's `forward_step` or `backward_step`, timed."""
+        microbatch = kwargs['current_microbatch'] if kind == F else self._backwards
+        if kind == F and microbatch == 0:
             self._note()
             self._record, self._live = Record(), 0
             self._clock = clock_for(self._device)
-        self._live += 1
-        return self._timed(Pass(F, self._stage, microbatch), step, *args, **kwargs)
-
-    def backward(self, step: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Run Megatron's `backward_step`, timed."""
-        microbatch = self._backwards
-        self._backwards += 1
-        self._live -= 1
-        return self._timed(Pass(BW, self._stage, microbatch), step, *args, **kwargs)
-
-    def _timed(self, p: Pass, step: Callable, *args: Any, **kwargs: Any) -> Any:
+        self._live += 1 if kind == F else -1
+        self._backwards += kind == BW
         start = self._clock.mark()
         result = step(*args, **kwargs)
         self._record.marks.append((start, self._clock.mark()))
-        self._record.passes.append(p)
+        self._record.passes.append(Pass(kind, self._stage, microbatch))
         self._record.live.append(self._live)
         return result
 
@@ -80,16 +67,8 @@ class Observer:
 def observe(device: torch.device, pp_group: dist.ProcessGroup) -> Iterator[Observer]:
     """Time what Megatron's 1F1B runs on this rank while inside."""
     observer = Observer(device, pp_group)
-    forward_step, backward_step = schedules.forward_step, schedules.backward_step
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return observer.forward(forward_step, *args, **kwargs)
-
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        return observer.backward(backward_step, *args, **kwargs)
-
-    schedules.forward_step, schedules.backward_step = forward, backward
-    try:
+    with ExitStack() as stack:
+        for name, kind in (('forward_step', F), ('backward_step', BW)):
+            step = functools.partial(observer.timed, getattr(schedules, name), kind)
+            stack.enter_context(replaced(schedules, name, step))
         yield observer
-    finally:
-        schedules.forward_step, schedules.backward_step = forward_step, backward_step

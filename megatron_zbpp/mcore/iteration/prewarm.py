@@ -19,18 +19,17 @@ import torch
 from megatron.core.utils import get_model_config
 
 from megatron_zbpp.mcore import compat
-from megatron_zbpp.mcore.iteration.executors import Data, Executors
+from megatron_zbpp.mcore.iteration.batch import Data, Executors
 from megatron_zbpp.mcore.iteration.stages import Call
-from megatron_zbpp.mcore.layers.dummy_gradients import ADDED
+from megatron_zbpp.mcore.layers.linear import ADDED
 from megatron_zbpp.mcore.model_settings import captured, scales_late
 from megatron_zbpp.mcore.side_effects import SideEffects
 from megatron_zbpp.post_validation.data_iterators import ReplayIterator
-from megatron_zbpp.runtime.alone import NoPeers, one_microbatch
+from megatron_zbpp.runtime.channels import NoPeers
 from megatron_zbpp.runtime.log import job_log, rank_log
-from megatron_zbpp.runtime.tables import Tables
+from megatron_zbpp.runtime.tables import Tables, one_microbatch
 
 _FIRST = 'is_first_microbatch'  # TE's modules add no gradients to what is there in that
-_LEFT_OUT = 'the first iteration is not prepared in parallel: %s'
 _DONE = 'first iteration: the chunks of all ranks have run once, at the same time, in %.1f s'
 PASSES = 'passes that run before the first iteration, to prepare it in parallel'
 _CURE = '--no-pipeline-prewarm, or enable(prewarm=False)'
@@ -41,24 +40,23 @@ _INTERRUPTED = f'{PASSES}; without them: {_CURE}'
 
 
 def prewarmed(executors: Executors, call: Call, config: Any, data: Data) -> Data:
-    """Run each chunk of this rank once; return what gives the same data again.
-
-    Raises:
-        RuntimeError: a pass failed; with the cure.
-        KeyboardInterrupt: one was interrupted; says so.
-    """
+    """Run each chunk of this rank once; return what gives the same data again."""
     models = call.arguments.models
-    why = _obstacle(executors, config) or _held(models)
+    why = _obstacle(executors, config)
+    if why is None:
+        held = [each.any() for model in models for p in model.parameters() for each in _grads(p)]
+        if held and torch.stack(held).any():
+            why = 'there are gradients already'  # which nobody could set back
     if why is not None:
-        rank_log.info(_LEFT_OUT, why)
+        rank_log.info('the first iteration is not prepared in parallel: %s', why)
         return data
     again = _replayed(data)
-    tables = Tables(one_microbatch(executors.lowered.programs[executors.pipeline.rank()]), False)
-    nobody = NoPeers(executors.pipeline)
+    program = executors.context.lowered.programs[executors.pipeline.rank()]
+    tables, nobody = Tables(one_microbatch(program), False), NoPeers(executors.pipeline)
     begun = time.perf_counter()
     try:
         with _nothing_left(models), torch.enable_grad():
-            executor = executors.alone(replace(call, results=[]), again, tables, nobody)
+            executor = executors.executor(replace(call, results=[]), again, tables, nobody)
             with executors.session.watchdog.passes(executor, part_of=_INTERRUPTED):
                 executor.run()
     except KeyboardInterrupt as error:
@@ -72,10 +70,9 @@ def prewarmed(executors: Executors, call: Call, config: Any, data: Data) -> Data
 
 
 def _obstacle(executors: Executors, config: Any) -> str | None:
-    for why in (face.stays_alone for face in executors.faces):
-        if why is not None:
-            return why
-    if executors.messages[0].shape is None:
+    if alone := next(filter(None, (face.stays_alone for face in executors.faces)), None):
+        return alone
+    if executors.context.messages[0].shape is None:
         return 'shapes vary from microbatch to microbatch'
     if captured(config) is not None:
         return 'CUDA graphs are captured in it'
@@ -84,28 +81,17 @@ def _obstacle(executors: Executors, config: Any) -> str | None:
     return None
 
 
-def _held(models: Sequence[torch.nn.Module]) -> str | None:
-    """Return that there are gradients, which nobody could set back; None: there are none."""
-    held = [each.any() for model in models for p in model.parameters() for each in _grads(p)]
-    return 'there are gradients already' if held and torch.stack(held).any() else None
-
-
 def _replayed(data: Sequence[Iterator | None]) -> list[ReplayIterator | None]:
-    """Return iterators that give data again; chunks that share an iterator share the new one.
-
-    The first item is drawn here, so that what drawing does to random states stays.
-    """
-    made: dict[int, ReplayIterator] = {}
-    for iterator in data:
-        if iterator is None:
-            continue
-        if id(iterator) not in made:
-            known = isinstance(iterator, ReplayIterator)
-            made[id(iterator)] = iterator if known else ReplayIterator(iterator)
+    """Return iterators that give data again; chunks that share an iterator share the new one."""
+    made: dict[int, Any] = {
+        id(each): each if isinstance(each, ReplayIterator) else ReplayIterator(each)
+        for each in data
+        if each is not None
+    }
     for replay in made.values():
-        replay.reserve(1)
+        replay.reserve(1)  # here, so that what drawing does to random states stays
         replay.mark(keep=True)
-    return [None if iterator is None else made[id(iterator)] for iterator in data]
+    return [made.get(id(iterator)) for iterator in data]
 
 
 @contextmanager
@@ -115,7 +101,7 @@ def _nothing_left(models: Sequence[torch.nn.Module]) -> Iterator[None]:
     modules: list[Any] = [module for model in models for module in model.modules()]
     before = [(p, p.grad is None, getattr(p, ADDED, None)) for p in parameters]
     first = [(module, module.is_first_microbatch) for module in modules if hasattr(module, _FIRST)]
-    states = random.getstate(), np.random.get_state()
+    python, numpy = random.getstate(), np.random.get_state()
     late = scales_late(get_model_config(models[0]))
     scaled = [module for module in modules if late and hasattr(module, 'reset_fp8_meta_tensors')]
     scales = [module.get_fp8_meta_tensors() for module in scaled]
@@ -123,8 +109,8 @@ def _nothing_left(models: Sequence[torch.nn.Module]) -> Iterator[None]:
         with SideEffects([*models]).capture(), compat.another_rerun_machine():
             yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+        random.setstate(python)
+        np.random.set_state(numpy)
         for parameter, had_none, added in before:
             if had_none:
                 parameter.grad = None

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_zbpp.mcore.layers.dummy_gradients import dummy_gradient
-from megatron_zbpp.mcore.patches.shards import Shard, start_all
+from megatron_zbpp.mcore.layers.linear import Shard, dummy_gradient, start_all
 from megatron_zbpp.runtime.weight_grads import INNER_BACKWARD, Gradients, WeightGradStore
 
 READ = 'main_grad', 'overwrite_main_grad'  # of a weight, by TE's modules
@@ -25,8 +24,7 @@ class Aliased:
     __slots__ = ('_attributes', '_parameters', '_shown')
 
     def __init__(self, attributes: dict[str, Any], shown: dict[str, Any]) -> None:
-        self._attributes = attributes
-        self._shown = shown
+        self._attributes, self._shown = attributes, shown
 
     def __enter__(self) -> None:
         self._parameters = self._attributes['_parameters']
@@ -40,11 +38,8 @@ def alias_of(parameter: torch.nn.Parameter, soiled: bool) -> torch.Tensor:
     """Return a leaf with the memory of `parameter`.
 
     Of a quantized one it has all attributes, too, which come and go with its data; Transformer
-    Engine then sees the flag of DistributedDataParallel, and gives autograd a stand-in.
-
-    Args:
-        parameter: a weight or a bias.
-        soiled: whether autograd gets for it what is no gradient, to be kept and not copied.
+    Engine then sees the flag of DistributedDataParallel, and gives autograd a stand-in. For a
+    `soiled` one autograd gets what is no gradient, to be kept and not copied.
     """
     alias: Any = parameter.detach().requires_grad_()
     if type(alias) is torch.Tensor:
@@ -68,14 +63,11 @@ _FLAGS = 'backward_input_needs_gather', 'ln_out_needs_gather'
 
 
 def leave_gather_to_w(output: Any) -> None:
-    """Let the backward behind `output` put off this rank's rows of the input, not the whole.
+    """Let the backward behind a module's `output` put off this rank's rows of the input alone.
 
     Under sequence parallelism TE gathers the input beside the product that gives its gradient, for
     the weight gradient. W gathers it again, so that B need not. FP8 data is left alone: there the
     whole waits for W, for its scales and its layout are made with the gather.
-
-    Args:
-        output: of a module; where it is nobody's that TE's autograd functions made, it stays.
     """
     first = output[0] if isinstance(output, tuple) else output
     node = first.grad_fn
@@ -115,21 +107,12 @@ class DelayedModule:
     def __init__(self, module: Any) -> None:
         # how many one backward puts off, and `backward_dw` runs
         self.entries = 2 if hasattr(module, 'fc2_weight') else 1
-        # its weights and biases that want gradients; those of norms come with B
-        self.trained: list[torch.nn.Parameter] = []
         self.waiting = 0  # backwards whose W has not run
-        self._module = module
+        self._module, self._forward = module, module.forward
         self._single = self.entries == 1 and not hasattr(module, 'num_gemms')
         self._alias_of: list[tuple] | None = None
-        self._aliases: list[torch.Tensor] = []
-        self._biases: list[int] = []  # places of biases among what is trained
-        self._soiled = False  # whether B leaves something in `.grad` of aliases of weights
-        self._shown: dict[str, torch.Tensor | None] = {}  # in place of the module's parameters
-        self._fused: list[int] = []  # places of those whose gradients are added to `main_grad`
-        self._gathered: int | None = None
         self._queue = module.wgrad_store.context.queue  # without its locks
         self._running = False
-        self._forward = module.forward
         module.forward = self.forward
         module.wgrad_store.put = self.put
         module.wgrad_store.pop = self.pop
@@ -143,73 +126,56 @@ class DelayedModule:
         if read is not None and read == self._alias_of:
             self._clear()  # of an iteration that an error has ended
             return
-        self._show_aliases()
-        self._alias_of = read
-
-    def _read(self) -> list[tuple] | None:
-        module = self._module
-        read: list[tuple] = [(module.fuse_wgrad_accumulation,)]
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if type(parameter) is not torch.nn.Parameter:  # a quantized one has memory of many
-                return None
-            attributes = vars(parameter)
-            read.append(
-                (
-                    name,
-                    id(parameter),
-                    parameter.data_ptr(),
-                    parameter.requires_grad,
-                    *(id(attributes.get(each)) for each in READ),
-                )
-            )
-        return read
-
-    def _show_aliases(self) -> None:
-        """Make the aliases that the module finds in place of its weights and biases."""
         module = self._module
         trained = {
             name: parameter
             for name, parameter in module._parameters.items()
             if parameter is not None and parameter.requires_grad and 'layer_norm' not in name
         }
-        self.trained = list(trained.values())
+        # weights and biases that want gradients; those of norms come with B
+        self.trained, fused = list(trained.values()), module.fuse_wgrad_accumulation
+        weights = [place for place, name in enumerate(trained) if 'weight' in name]
         self._biases = [place for place, name in enumerate(trained) if 'weight' not in name]
         quantized = any(type(parameter.data) is not torch.Tensor for parameter in self.trained)
-        unfilled = hasattr(module, 'num_gemms') and not module.fuse_wgrad_accumulation
-        self._soiled = quantized or unfilled
+        # whether B leaves something in `.grad` of aliases of weights, such as memory to be filled
+        self._soiled = quantized or (hasattr(module, 'num_gemms') and not fused)
         self._aliases = [alias_of(parameter, self._soiled) for parameter in self.trained]
+        # in place of the module's parameters
         self._shown = {**module._parameters, **dict(zip(trained, self._aliases, strict=True))}
-        self._fused = [
-            place
-            for place, name in enumerate(trained)
-            if module.fuse_wgrad_accumulation and 'weight' in name
-        ]
-        self._gathered = None
+        self._fused = weights if fused else []  # whose gradients are added to `main_grad`
+        self._gathered: int | None = None
         if self.entries == 1 and module.sequence_parallel:
             self._gathered = _GATHERED.get(getattr(module, 'parallel_mode', ''))
+        self._alias_of = read
+
+    def _read(self) -> list[tuple] | None:
+        read: list[tuple] = [(self._module.fuse_wgrad_accumulation,)]
+        for name, parameter in self._module._parameters.items():
+            if parameter is None:
+                continue
+            if type(parameter) is not torch.nn.Parameter:  # a quantized one has memory of many
+                return None
+            attributes = (id(vars(parameter).get(each)) for each in READ)
+            memory, trained = parameter.data_ptr(), parameter.requires_grad
+            read.append((name, id(parameter), memory, trained, *attributes))
+        return read
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own, on aliases where its weight gradients are to wait."""
         if not self._chunk.store.deferring:
             return self._forward(*args, **kwargs)
-        with self._aliased():
+        with Aliased(vars(self._module), self._shown):
             output = self._forward(*args, **kwargs)
         if self._gathered == _GATHERED['column']:
             leave_gather_to_w(output)
         return output
 
     def delays(self) -> bool:
-        """Return whether weight gradients wait: TE asks in forward and in backward."""
+        """Return True if weight gradients wait: TE asks in forward and in backward."""
         return self._running or self._chunk.store.deferring
 
     def put(self, tensors: list, function: Callable) -> None:
-        """Take note of a backward of TE, which calls this.
-
-        Raises:
-            RuntimeError: nobody would run it.
-        """
+        """Take note of a backward of TE, which calls this; raise where nobody would run it."""
         runs = self._chunk.runs
         if runs is None:
             raise RuntimeError(
@@ -236,8 +202,7 @@ class DelayedModule:
 
     def defer(self, entries: Entries, early: Gradients | None, first: bool) -> None:
         """Leave the `entries` of a backward to W; the `first` run hands over `early` gradients."""
-        store = self._chunk.store
-        start = None
+        store, start = self._chunk.store, None
         if store.waits:
             for tensors, _ in entries:
                 _by_columns(tensors)
@@ -250,8 +215,7 @@ class DelayedModule:
         self.waiting += 1
 
     def _sharded(self, tensors: list) -> list:
-        gathered = self._gathered
-        assert gathered is not None, 'else nothing is gathered'
+        gathered: Any = self._gathered
         operand, other = tensors[gathered], tensors[1 - gathered]
         if type(operand) is not torch.Tensor:
             return tensors
@@ -270,7 +234,10 @@ class DelayedModule:
 
     def _compute(self, entries: Entries, early: Gradients | None, first: bool) -> Gradients:
         if self._gathered is not None:
-            entries = [([_whole(t) for t in tensors], f) for tensors, f in entries]
+            entries = [
+                ([t.gather() if isinstance(t, Shard) else t for t in tensors], function)
+                for tensors, function in entries
+            ]
         if self._single:
             ((tensors, function),) = entries
             weight, bias, *_ = function(*tensors)
@@ -279,33 +246,25 @@ class DelayedModule:
             for place in self._biases:  # none, or an empty one, where the product has none
                 gradients[place] = bias if bias is not None and bias.numel() else None
         else:
-            gradients = self._backward_dw(entries, early)
-        if early is not None:
-            for place, gradient in enumerate(early):
-                if gradient is not None:
-                    gradients[place] = gradient if first else None
+            for place, gradient in enumerate(early or ()):
+                self._aliases[place].grad = gradient
+            self._queue.extend(entries)
+            self._running = True
+            try:
+                with Aliased(vars(self._module), self._shown):
+                    self._module.backward_dw()
+                gradients = [alias.grad for alias in self._aliases]
+            finally:
+                self._running = False
+                self._queue.clear()
+                self._clear()
+        for place, gradient in enumerate(early or ()):
+            if gradient is not None:
+                gradients[place] = gradient if first else None
         for place in self._fused:
             gradients[place] = dummy_gradient(self.trained[place])
         self.waiting -= 1
         return gradients
-
-    def _backward_dw(self, entries: Entries, early: Gradients | None) -> list[torch.Tensor | None]:
-        if early is not None:
-            for alias, gradient in zip(self._aliases, early, strict=True):
-                alias.grad = gradient
-        self._queue.extend(entries)
-        self._running = True
-        try:
-            with self._aliased():
-                self._module.backward_dw()
-            return [alias.grad for alias in self._aliases]
-        finally:
-            self._running = False
-            self._queue.clear()
-            self._clear()
-
-    def _aliased(self) -> Aliased:
-        return Aliased(vars(self._module), self._shown)
 
     def _clear(self) -> None:
         for alias in self._aliases:
@@ -319,10 +278,6 @@ def _by_columns(tensors: list) -> None:
             if type(tensor) is torch.Tensor:  # nor are the others quantized
                 break
             tensor.update_usage(rowwise_usage=False, columnwise_usage=True)
-
-
-def _whole(tensor: Any) -> Any:
-    return tensor.gather() if isinstance(tensor, Shard) else tensor
 
 
 def inner(tensors: Any) -> Iterator[torch.Tensor]:

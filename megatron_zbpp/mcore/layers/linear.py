@@ -9,67 +9,56 @@ Both halves of the backward are Megatron's own function, called with another con
 
 So the bits are Megatron's, in every version. The forward gets an alias of the weight that autograd
 does not track: B never touches the parameter, and no hook on it fires before W.
+
+Of a tensor that sequence parallelism gathers each rank keeps its own rows between B and W (`Shard`,
+for Transformer Engine's layers, too), and W gathers them again. Who begins the gather before it
+needs the whole lets it overlap with the computation in between. Autograd is given a dummy for a
+gradient that is in `main_grad` already.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 from megatron_zbpp.mcore.patches.registry import Patch
-from megatron_zbpp.mcore.patches.shards import Shard, start_all
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 _GATHERED_FROM = 'megatron_zbpp_gathered_from'  # on a tensor: this rank's rows of it, and the group
+ADDED = 'grad_added_to_main_grad'  # a flag that DistributedDataParallel puts on parameters
+_TE = 'transformer_engine.pytorch.module.base'  # has a buffer for each shape, as Megatron uses it
 
 
 def patches(store: WeightGradStore) -> Iterator[Patch]:
     """Yield the autograd functions of Megatron's linear layers, which leave it to `store`."""
-    core = 'megatron.core.tensor_parallel'
-    for module, name, ours, user in (
-        (
-            f'{core}.layers',
-            'LinearWithGradAccumulationAndAsyncCommunication',
-            deferring_linear,
-            'linear_with_grad_accumulation_and_async_allreduce',
-        ),
-        (
-            f'{core}.mappings',
-            '_ReduceScatterToSequenceParallelRegion',
-            remembering_reduce_scatter,
-            'reduce_scatter_to_sequence_parallel_region',
-        ),
-    ):
-        replacement = functools.partial(ours, store=store)
-        yield Patch(module, name, replacement, (f'{module}:{user}',))
+    linears, mappings = (f'megatron.core.tensor_parallel.{name}' for name in ('layers', 'mappings'))
+    name = 'LinearWithGradAccumulationAndAsyncCommunication'
+    users = (f'{linears}:linear_with_grad_accumulation_and_async_allreduce',)
+    yield Patch(linears, name, functools.partial(deferring_linear, store=store), users)
+    name = '_ReduceScatterToSequenceParallelRegion'
+    users = (f'{mappings}:reduce_scatter_to_sequence_parallel_region',)
+    yield Patch(mappings, name, functools.partial(remembering_reduce_scatter, store=store), users)
 
 
 def deferring_linear(original: type, store: WeightGradStore) -> type:
-    """Return a drop-in for Megatron's `LinearWithGradAccumulationAndAsyncCommunication`.
-
-    Args:
-        original: that class.
-        store: asked in forward whether to defer; takes the deferred gradients in backward.
-    """
+    """Return a drop-in for Megatron's `LinearWithGradAccumulationAndAsyncCommunication`."""
     names = tuple(inspect.signature(original.forward).parameters)[4:]  # what follows the bias
 
     class DeferringLinear(original):
         """Splits the backward where the store says so, and is `original` elsewhere."""
 
         @classmethod
-        def apply(
-            cls,
-            input: torch.Tensor,
-            weight: torch.Tensor,
-            bias: torch.Tensor | None,
-            *rest: Any,
-        ) -> torch.Tensor:
+        def apply(cls, input: torch.Tensor, weight: Any, bias: Any, *rest: Any) -> torch.Tensor:
             splits = store.deferring and torch.is_grad_enabled() and input.requires_grad
-            plain = _plain(dict(zip(names, rest, strict=False)))
+            more = dict(zip(names, rest, strict=False))
+            plain = more['grad_output_buffer'] is None and more.get('gtp_remat_size', 1) == 1
             if not (splits and isinstance(weight, torch.nn.Parameter) and plain):
                 return original.apply(input, weight, bias, *rest)
             parameters = [weight] if bias is None else [weight, bias]
@@ -80,7 +69,7 @@ def deferring_linear(original: type, store: WeightGradStore) -> type:
         def forward(ctx, parameters, input, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
             ctx.parameters = parameters
             ctx.unused = 1 + len(rest)
-            # as the parameter does: see `_input_gradient`
+            # as the parameter does: see `backward`
             output = original.forward(ctx, input, weight.requires_grad_(), *rest)
             weight.requires_grad_(False)  # saved by autograd as an alias that nobody tracks
             return output
@@ -88,44 +77,23 @@ def deferring_linear(original: type, store: WeightGradStore) -> type:
         @staticmethod
         def backward(ctx, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             input, weight = ctx.saved_tensors
-            split = _Context(vars(ctx))
-            grad_input = _input_gradient(original, split, input, weight, grad_output)
-            _defer(original, split, input, grad_output, store)
+            context: Any = SimpleNamespace(**vars(ctx))  # in place of Megatron's, for B and for W
+            # as the parameter does: torch multiplies by another kernel where no gradient is wanted
+            # and the other operand is not contiguous
+            context.saved_tensors = input, weight.requires_grad_()
+            context.main_grad, context.use_bias = None, False
+            # put the weight gradient off, without limit; only the fused branch knows how to
+            context.grad_output_buffer, context.wgrad_deferral_limit = [], 0
+            context.gradient_accumulation_fusion = True
+            grad_input = _without_autocast(original.backward, context)(context, grad_output)[0]
+            context.saved_tensors = context.grad_output_buffer = None
+            _defer(original, context, ctx.gradient_accumulation_fusion, input, grad_output, store)
             return None, grad_input, *[None] * ctx.unused
 
     return DeferringLinear
 
 
-def _plain(settings: dict[str, Any]) -> bool:
-    return settings['grad_output_buffer'] is None and settings.get('gtp_remat_size', 1) == 1
-
-
-class _Context:
-    """Stands for the context of Megatron's backward, for B and then for W.
-
-    Attributes, beside Megatron's:
-        parameters: the weight, and the bias if there is one.
-        fused: whether Megatron adds the weight's gradient to `main_grad`.
-    """
-
-    parameters: list[torch.nn.Parameter]
-    saved_tensors: tuple[torch.Tensor, Any] | None
-    main_grad: torch.Tensor | None
-    use_bias: bool
-    grad_output_buffer: list[torch.Tensor] | None
-    wgrad_deferral_limit: int
-    gradient_accumulation_fusion: bool
-    allreduce_dgrad: bool
-    sequence_parallel: bool
-    tp_group: torch.distributed.ProcessGroup
-    _fwd_used_autocast: bool
-
-    def __init__(self, saved: dict[str, Any]) -> None:
-        vars(self).update(saved)
-        self.fused = self.gradient_accumulation_fusion
-
-
-def _without_autocast(backward: Callable, context: _Context) -> Callable:
+def _without_autocast(backward: Callable, context: Any) -> Callable:
     """Return Megatron's backward without the wrapper that switches autocast, where it stays off."""
     wrapped = getattr(backward, '__wrapped__', None)
     if wrapped is None or context._fwd_used_autocast or torch.is_autocast_enabled('cuda'):
@@ -133,31 +101,10 @@ def _without_autocast(backward: Callable, context: _Context) -> Callable:
     return wrapped
 
 
-def _input_gradient(
-    original: type,
-    context: _Context,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    grad_output: torch.Tensor,
-) -> torch.Tensor:
-    """Return the gradient of the layer's input, reduced over `tp_group` as the layer asks."""
-    # as the parameter does: torch multiplies by another kernel where no gradient is wanted and the
-    # other operand is not contiguous
-    context.saved_tensors = input, weight.requires_grad_()
-    context.main_grad = None
-    context.use_bias = False
-    # put the weight gradient off, without limit; only the fused branch knows how to
-    context.grad_output_buffer = []
-    context.wgrad_deferral_limit = 0
-    context.gradient_accumulation_fusion = True
-    grad_input = _without_autocast(original.backward, context)(context, grad_output)[0]
-    context.saved_tensors = context.grad_output_buffer = None
-    return grad_input
-
-
 def _defer(
     original: type,
-    context: _Context,
+    context: Any,  # of Megatron's backward
+    fused: bool,  # whether Megatron adds the weight's gradient to `main_grad`
     input: torch.Tensor,
     grad_output: torch.Tensor,
     store: WeightGradStore,
@@ -171,14 +118,21 @@ def _defer(
     shards = [operand for operand in operands if isinstance(operand, Shard)]
 
     def compute() -> tuple[torch.Tensor | None, ...]:
-        whole = [o.gather() if isinstance(o, Shard) else o for o in operands]
-        return _weight_gradients(original, context, whole[0], whole[1])
+        """Return gradients of weight and bias; the fused kernel adds the weight's elsewhere."""
+        whole, gradient = [o.gather() if isinstance(o, Shard) else o for o in operands]
+        weight, *bias = context.parameters
+        context.saved_tensors = whole, _Unasked(weight)
+        context.main_grad = getattr(weight, 'main_grad', None)
+        context.use_bias, context.gradient_accumulation_fusion = bool(bias), fused
+        context.allreduce_dgrad = context.sequence_parallel = False
+        gradients = _without_autocast(original.backward, context)(context, gradient)
+        return gradients[1 : 2 + len(bias)]
 
     def held() -> list[torch.Tensor]:
         return [o.rows if isinstance(o, Shard) else o for o in operands]
 
-    fused = (0,) if context.fused else ()
-    store.defer(context.parameters, compute, held, start_all(shards), fused)
+    places = (0,) if fused else ()
+    store.defer(context.parameters, compute, held, start_all(shards), places)
 
 
 def remembering_reduce_scatter(original: type, store: WeightGradStore) -> type:
@@ -198,20 +152,6 @@ def remembering_reduce_scatter(original: type, store: WeightGradStore) -> type:
     return RememberingReduceScatter
 
 
-def _weight_gradients(
-    original: type, context: _Context, input: torch.Tensor, grad_output: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
-    """Return gradients of weight and bias; the fused kernel adds the weight's to `main_grad`."""
-    weight, *bias = context.parameters
-    context.saved_tensors = input, _Unasked(weight)
-    context.main_grad = getattr(weight, 'main_grad', None)
-    context.use_bias = bool(bias)
-    context.gradient_accumulation_fusion = context.fused
-    context.allreduce_dgrad = context.sequence_parallel = False
-    gradients = _without_autocast(original.backward, context)(context, grad_output)
-    return gradients[1 : 2 + len(bias)]
-
-
 class _Unasked:
     """A weight where nobody asks for the gradient of the input: its product is None, and free.
 
@@ -228,9 +168,79 @@ class _Unasked:
         setattr(self._weight, name, value)
 
     @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> None:
+    def __torch_function__(cls, function: Any, *_: Any) -> None:
         """Return None for the gradient of the input, which torch asks for."""
         if function is not torch.Tensor.matmul:
             raise NotImplementedError(f"Megatron's backward uses the weight for {function}")
+
+
+def dummy_gradient(parameter: Any) -> torch.Tensor | None:
+    """Return a defined gradient for `parameter`, whose real one a kernel has added to `main_grad`.
+
+    DistributedDataParallel starts the reduction of a bucket in a hook on the parameter's
+    AccumulateGrad, which runs on the stream where that node was made. Autograd orders that stream
+    behind the computation of a *defined* gradient only, so None would let the reduction start
+    before `main_grad` is complete. Megatron and Transformer Engine return dummies for that reason.
+
+    Its values are unused (zeros if Megatron has set `zero_out_wgrad`, for it then adds them). None
+    without DistributedDataParallel, which would take it for a gradient.
+    """
+    if not hasattr(parameter, ADDED):
+        return None
+    setattr(parameter, ADDED, True)
+    zero = getattr(parameter, 'zero_out_wgrad', False)
+    shape, dtype = parameter.main_grad.shape, parameter.dtype
+    base = sys.modules.get(_TE)
+    if base is not None and len(shape) == 2:  # it takes matrices only
+        return base.get_dummy_wgrad(list(shape), dtype, zero=zero)
+    make = torch.zeros if zero else torch.empty
+    return make(shape, dtype=dtype, device=parameter.main_grad.device)
+
+
+def dropped_gradient(parameter: Any, fused: bool) -> torch.Tensor | None:
+    """Return a defined gradient for `parameter`, whose weight gradient is left out.
+
+    Where kernels do not add it to `main_grad`, `fused`, DistributedDataParallel adds it: zeros.
+    """
+    if fused:
+        return dummy_gradient(parameter)
+    return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
+
+class Shard:
+    """This rank's rows of a tensor that the ranks of `group` hold together, in their order."""
+
+    def __init__(self, rows: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self.rows = rows.detach().contiguous()  # a thread of the backend writes: it sees no no_grad
+        self._group = group
+        self._coming: tuple[torch.Tensor, dist.Work] | None = None  # the whole
+
+    @classmethod
+    def of(cls, whole: torch.Tensor, group: dist.ProcessGroup) -> Shard:
+        """Return a copy of this rank's rows, so that `whole` can go."""
+        return cls(whole.chunk(group.size())[group.rank()].clone(), group)
+
+    def gather(self) -> torch.Tensor:
+        """Return the whole tensor; what it is computed from next waits for it."""
+        self.start()
+        (whole, work), self._coming = cast(Any, self._coming), None
+        work.wait()
+        return whole
+
+    def start(self) -> None:
+        """Begin the gather, unless it is under way."""
+        if self._coming is None:
+            rows, ranks = self.rows, self._group.size()
+            whole = rows.new_empty((rows.shape[0] * ranks, *rows.shape[1:]))
+            work: Any = dist.all_gather_into_tensor(whole, rows, group=self._group, async_op=True)
+            self._coming = whole, work
+
+
+def start_all(shards: Sequence[Shard]) -> Callable[[], None] | None:
+    """Return the function that begins gathers of parameters; None without gathers."""
+
+    def start() -> None:
+        for shard in shards:
+            shard.start()
+
+    return start if shards else None

@@ -27,38 +27,29 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from megatron_zbpp.mcore.patches.registry import Patch
+from megatron_zbpp.mcore.patches.registry import Patch, around, replaced
 from megatron_zbpp.runtime.weight_grads import Gradients, WeightGradStore
-
-if TYPE_CHECKING:
-    from megatron_zbpp.mcore.layers.delayed_module import DelayedModule
 
 
 def patches(splits: Callable[[int], bool]) -> Iterator[Patch]:
     """Yield the patch of configs by which modules leave weight gradients to W passes."""
     if find_spec('transformer_engine') is not None:
         config = 'megatron.core.transformer.transformer_config:TransformerConfig'
-        yield Patch(config, '__post_init__', functools.partial(_delaying, splits))
+        yield Patch(config, '__post_init__', around(_delaying, splits))
 
 
-def _delaying(splits: Callable[[int], bool], original: Callable) -> Callable:
-    """Run `TransformerConfig.__post_init__`; let Transformer Engine leave gradients to W."""
-
-    @functools.wraps(original)
-    def __post_init__(self: Any) -> None:
-        split = self.pipeline_model_parallel_size > 1 and splits(self.pipeline_model_parallel_size)
-        if split:
-            self.delay_wgrad_compute = False  # a copy has it, and Megatron would refuse it
-        original(self)
-        if split:
-            delay_weight_gradients(self)
-
-    return __post_init__
+def _delaying(splits: Callable[[int], bool], original: Callable, self: Any) -> None:
+    split = self.pipeline_model_parallel_size > 1 and splits(self.pipeline_model_parallel_size)
+    if split:
+        self.delay_wgrad_compute = False  # a copy has it, and Megatron would refuse it
+    original(self)
+    if split:
+        delay_weight_gradients(self)
 
 
 def delay_weight_gradients(config: Any) -> None:
@@ -66,9 +57,6 @@ def delay_weight_gradients(config: Any) -> None:
 
     To be called between the construction of the config, which refuses the setting without
     `overlap_moe_expert_parallel_comm`, and that of the model.
-
-    Raises:
-        NotImplementedError: TE cannot delay weight gradients with userbuffers.
     """
     if config.tp_comm_overlap:
         raise NotImplementedError(
@@ -81,19 +69,13 @@ def delay_weight_gradients(config: Any) -> None:
 _NOTHING = contextlib.nullcontext()
 
 
-def delaying_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+def delaying_modules(model: torch.nn.Module) -> list[Any]:
     """Return the TE modules in `model` that were built to delay their weight gradients.
 
-    Raises:
-        NotImplementedError: one of them keeps its weight in parts or in a GroupedTensor, or reduces
-            it by itself.
+    Raise NotImplementedError if one has its weight in parts or in a GroupedTensor, or reduces it.
     """
-    every: Iterator[Any] = model.modules()
-    modules = [
-        module
-        for module in every
-        if getattr(module, 'wgrad_store', None) is not None and module.wgrad_store.enabled
-    ]
+    stores = ((module, getattr(module, 'wgrad_store', None)) for module in model.modules())
+    modules: list[Any] = [each for each, store in stores if store is not None and store.enabled]
     for module in modules:
         if len(getattr(module, 'weight_names', ())) > 1:
             raise NotImplementedError(
@@ -117,24 +99,14 @@ def delaying_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 _known: WeakKeyDictionary[torch.nn.Module, list[weakref.ref]] = WeakKeyDictionary()
 
 
-def _known_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return `delaying_modules`, looked for once; anew where one of them is gone."""
-    found = [known() for known in _known.get(model, ())]
-    if model not in _known or None in found:
-        found = delaying_modules(model)
-        _known[model] = list(map(weakref.ref, found))
-    return cast(list[torch.nn.Module], found)
-
-
 class Delaying:
-    """The TE modules of a model chunk that delay; from now on they leave it to `store`.
-
-    Raises:
-        NotImplementedError: as `delaying_modules`.
-    """
+    """The TE modules of a model chunk that delay; from now on they leave it to `store`."""
 
     def __init__(self, model: torch.nn.Module, store: WeightGradStore) -> None:
-        self.modules = _known_modules(model)
+        self.modules: list[Any] = [known() for known in _known.get(model, ())]
+        if model not in _known or None in self.modules:  # one of them is gone
+            self.modules = delaying_modules(model)
+            _known[model] = list(map(weakref.ref, self.modules))
         if self.modules:
             from megatron_zbpp.mcore.layers.delayed_module import Chunk, delayed
 
@@ -154,7 +126,7 @@ class Delaying:
             yield
         finally:
             chunk.runs = None
-        early: dict[DelayedModule, Gradients | None] = {}
+        early: dict[Any, Gradients | None] = {}  # by module
         for module, entries in runs:
             first = module not in early
             if first:
@@ -169,22 +141,15 @@ def left_over(model: torch.nn.Module) -> set[torch.nn.Parameter]:
         return set()
     from megatron_zbpp.mcore.layers.delayed_module import delayed
 
-    return {
-        parameter
-        for module in modules
-        if 'put' in vars(module.wgrad_store) and delayed(module).waiting
-        for parameter in delayed(module).trained
-    }
+    joined = [delayed(module) for module in modules if 'put' in vars(module.wgrad_store)]
+    return {parameter for each in joined if each.waiting for parameter in each.trained}
 
 
 @contextlib.contextmanager
 def strays() -> Iterator[list[tuple[torch.Size, ...]]]:
-    """Collect what TE's stores take in meanwhile that are not ours to run: shapes of operands.
-
-    Such are those of modules that `model.modules()` does not find.
-    """
-    common = sys.modules.get('transformer_engine.pytorch.module._common')
+    """Collect shapes of operands that TE's stores take in for modules that `modules()` lacks."""
     found: list[tuple[torch.Size, ...]] = []
+    common = sys.modules.get('transformer_engine.pytorch.module._common')
     if common is None:
         yield found
         return
@@ -197,8 +162,5 @@ def strays() -> Iterator[list[tuple[torch.Size, ...]]]:
         found.append(tuple(tensor.shape for tensor in inner(tensors)))
         original(self, tensors, function)
 
-    common.WeightGradStore.put = put
-    try:
+    with replaced(common.WeightGradStore, 'put', put):
         yield found
-    finally:
-        common.WeightGradStore.put = original

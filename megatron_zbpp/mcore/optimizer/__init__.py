@@ -1,1 +1,1 @@
-"""Optimizer steps: validated behind the next forwards, or of an asynchronous schedule."""
+"""Optimizer steps: validated behind the next forwards."""

@@ -2,61 +2,63 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from megatron.core.optimizer.optimizer import (
-    ChainedOptimizer,
-    FP32Optimizer,
-    MegatronOptimizer,
-    MixedPrecisionOptimizer,
-)
+from megatron.core.optimizer import optimizer as module
 
-from megatron_zbpp.mcore.patches.registry import Patch
+from megatron_zbpp.mcore.patches.registry import Patch, around
 from megatron_zbpp.mcore.session import Session
-from megatron_zbpp.post_validation.protocol import STEP
 
-if TYPE_CHECKING:
-    from megatron_zbpp.mcore.optimizer.asynchronous_steps import AsynchronousSteps
-    from megatron_zbpp.mcore.optimizer.early_steps import EarlySteps
-
-# Whose `step` is the beginning of an optimizer step.
-STEPPING = (FP32Optimizer, MixedPrecisionOptimizer, ChainedOptimizer)
-
+# whose `step` is the beginning of an optimizer step
+STEPPING = (module.FP32Optimizer, module.MixedPrecisionOptimizer, module.ChainedOptimizer)
 # NVIDIA's training loops: where they make ranks agree
 _LOOPS = ('megatron.training.utils', 'megatron.bridge.training.utils.train_utils')
-
 # Megatron-Bridge's: makes iterators of a rank's chunks
 _VIEWS = 'megatron.bridge.data.iterator_utils', 'make_data_iterator_list'
 
 
 def patches(steps: Steps) -> Iterator[Patch]:
-    """Yield the optimizers' `step`, and the waits around it where steps do not wait for all ranks.
-
-    NVIDIA's training loops make ranks agree on results that they have in common, and take the time
-    of an iteration behind a barrier.
-    """
-    if steps.asynchronous is not None:
-        yield from steps.asynchronous.patches()
+    """Yield the optimizers' `step`, and NVIDIA's waits for all ranks where steps do not wait."""
+    if steps.by_technique is not None:
+        yield from steps.by_technique.patches()
     for owner in STEPPING:
-        yield Patch(f'{owner.__module__}:{owner.__name__}', 'step', steps.stepping)
-    if not steps.may_not_wait:
+        yield Patch(f'{owner.__module__}:{owner.__name__}', 'step', around(steps.step))
+    if not steps.may_be_early and steps.by_technique is None:
         return
     from megatron_zbpp.mcore.optimizer import split_step
+    from megatron_zbpp.post_validation.data_iterators import SharedIterators
 
     yield from split_step.patches()
-    without_barrier = functools.partial(_without_barrier, steps)
-    yield Patch('megatron.core.timers:Timer', 'elapsed', without_barrier)
+
+    elapsed = around(
+        lambda original, self, reset=True, barrier=False: original(
+            self, reset=reset, barrier=barrier and not steps.agreed
+        )
+    )
+    yield Patch('megatron.core.timers:Timer', 'elapsed', elapsed)
+
     for name, same in (
         ('logical_and_across_model_parallel_group', lambda value: value is True),
         ('reduce_max_stat_across_model_parallel_group', _as_float32),
     ):
-        without_reduction = functools.partial(_without_reduction, steps, same)
-        for module in _LOOPS:
-            yield Patch(module, name, without_reduction, everywhere=True, late=True)
-    yield Patch(*_VIEWS, _the_same_views, everywhere=True, late=True)
+        ours = around(
+            lambda same, original, value, *args, **group: (
+                same(value) if steps.agreed else original(value, *args, **group)
+            ),
+            same,
+        )
+        for loop in _LOOPS:
+            yield Patch(loop, name, ours, everywhere=True, late=True)
+    views = SharedIterators()
+
+    def of_chunks(original: Callable, model: Any, data_iterator: Iterator | None) -> Any:
+        # the iterators of the iteration before, in which this one may have begun
+        several = isinstance(model, list) and len(model) > 1
+        return views.of(data_iterator, len(model)) if several else original(model, data_iterator)
+
+    yield Patch(*_VIEWS, around(of_chunks), everywhere=True, late=True)
 
 
 def _as_float32(value: float | None) -> float | None:
@@ -64,79 +66,35 @@ def _as_float32(value: float | None) -> float | None:
     return None if value is None else torch.tensor(value, dtype=torch.float32).item()
 
 
-def _without_reduction(steps: Steps, same: Callable, original: Callable) -> Callable:
-    @functools.wraps(original)
-    def reduce(value: Any, *args: Any, **kwargs: Any) -> Any:
-        if steps.agreed:
-            return same(value)
-        return original(value, *args, **kwargs)
-
-    return reduce
-
-
-def _the_same_views(original: Callable) -> Callable:
-    """Give chunks the iterators of the iteration before, in which this one may have begun."""
-    from megatron_zbpp.post_validation.data_iterators import SharedIterators
-
-    views = SharedIterators()
-
-    @functools.wraps(original)
-    def make_data_iterator_list(model: list, data_iterator: Iterator | None) -> Any:
-        if not isinstance(model, list) or len(model) < 2:
-            return original(model, data_iterator)
-        return views.of(data_iterator, len(model))
-
-    return make_data_iterator_list
-
-
-def _without_barrier(steps: Steps, original: Callable) -> Callable:
-    @functools.wraps(original)
-    def elapsed(self: Any, reset: bool = True, barrier: bool = False) -> float:
-        return original(self, reset=reset, barrier=barrier and not steps.agreed)
-
-    return elapsed
-
-
 class Steps:
     """Takes the steps of optimizers, without a wait for all ranks where that was asked for."""
 
-    def __init__(self, session: Session, early: EarlySteps | None) -> None:
-        self._session = session
-        self._early = early
-        # takes those of an asynchronous schedule; None: it is none
-        self.asynchronous: AsynchronousSteps | None = None
-        if session.endless is not None:
-            from megatron_zbpp.mcore.optimizer.asynchronous_steps import AsynchronousSteps
-
-            self.asynchronous = AsynchronousSteps(session, session.endless)
-
-    @property
-    def may_not_wait(self) -> bool:
-        """True if steps are asked for that do not wait for all ranks."""
-        return self._session.post_validation is not None or self.asynchronous is not None
+    def __init__(self, session: Session, early: Any) -> None:  # `EarlySteps`; None: none are
+        self._session, self._early = session, early
+        self.may_be_early = session.post_validation is not None  # as was asked for
+        steps = (face.optimizer_steps() for face in session.faces)
+        # takes them as a technique of the schedule has it; None: none has its own
+        self.by_technique: Any = next(filter(None, steps), None)
 
     @property
     def agreed(self) -> bool:
         """True if ranks need not ask each other for the result of the latest step."""
-        if self.asynchronous is not None:
-            return self.asynchronous.agreed
+        if self.by_technique is not None:
+            return self.by_technique.agreed
         post_validation = self._session.post_validation
         return post_validation is not None and post_validation.agreed
 
-    def stepping(self, original: Callable) -> Callable:
-        """Return `original`, the `step` of a class of optimizers, behind our decision."""
+    def step(self, original: Callable, optimizer: module.MegatronOptimizer) -> Any:
+        """Take a step of an optimizer, or let `original` do so, the `step` of its class."""
+        session, post_validation = self._session, self._session.post_validation
+        if session.latest is None:
+            return original(optimizer)  # no pipeline, or not ours
+        if self.by_technique is not None:
+            return self.by_technique.step(optimizer, original)
+        if self._early is not None and post_validation is not None:
+            group = session.latest.pp_group
+            return self._early.step(optimizer, original, post_validation, group)
+        from megatron_zbpp.post_validation import STEP
 
-        @functools.wraps(original)
-        def step(optimizer: MegatronOptimizer) -> Any:
-            session, post_validation = self._session, self._session.post_validation
-            if session.latest is None:
-                return original(optimizer)  # no pipeline, or not ours
-            if self.asynchronous is not None:
-                return self.asynchronous.step(optimizer, original)
-            if self._early is not None and post_validation is not None:
-                group = session.latest.pp_group
-                return self._early.step(optimizer, original, post_validation, group)
-            with session.watchdog.collective(STEP):
-                return original(optimizer)
-
-        return step
+        with session.watchdog.collective(STEP):
+            return original(optimizer)

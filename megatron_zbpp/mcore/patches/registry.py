@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from megatron_zbpp.runtime.import_hook import after_import
+
+_ABSENT = object()
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,33 @@ class Patch:
         return ''
 
 
+def around(function: Callable[..., Any], *bound: Any) -> Callable[[Callable], Callable]:
+    """Return a replacement, a function, that calls `function(*bound, original, ...)` instead."""
+
+    def replacement(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return function(*bound, original, *args, **kwargs)
+
+        return replaced
+
+    return replacement
+
+
+@contextmanager
+def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    """Let `owner` have `replacement` by that name while this lasts."""
+    own = vars(owner).get(name, _ABSENT)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        if own is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
 class Place(NamedTuple):
     """An attribute of a module or class, and what belongs there."""
 
@@ -86,10 +117,9 @@ class Registry:
         return [*self._places, *_everywhere((ours, original) for original, ours in self._functions)]
 
     def install(self, patches: Iterable[Patch]) -> None:
-        """Put patches in place; patches of modules that are imported later, then.
+        """Put patches in place, or later, when their module is imported.
 
-        Raises:
-            RuntimeError: one would have no effect; nothing is replaced.
+        Raise RuntimeError, and replace nothing, if one would have no effect.
         """
         here, later = [], defaultdict(list)
         for patch in patches:
@@ -101,8 +131,7 @@ class Registry:
 
     def _put(self, patches: list[Patch]) -> None:
         for patch in patches:
-            problem = patch.problem()
-            if problem:
+            if problem := patch.problem():
                 raise RuntimeError(f'{problem}: the patch would have no effect; please report it')
         functions, attributes = [], []
         latest: dict[tuple[int, str], Any] = {}  # what several replace, one after another

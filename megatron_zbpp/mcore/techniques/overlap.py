@@ -11,27 +11,22 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 
 from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.faces import CallContext, Face, Wrap
-from megatron_zbpp.mcore.iteration.arguments import Arguments
-from megatron_zbpp.mcore.iteration.stages import ModelStage
+from megatron_zbpp.mcore.iteration.stages import Arguments, ModelStage
 from megatron_zbpp.mcore.model_settings import OVERLAP
-from megatron_zbpp.runtime.stage import (
-    Backward,
-    Forward,
-    ForwardStep,
-    MaybeTensor,
-    StepOutput,
-    Wrapper,
-)
+from megatron_zbpp.mcore.patches.registry import replaced
+from megatron_zbpp.runtime.stage import Backward, Forward, ForwardStep, StepOutput, Wrapper
 
-_ASKS_FOR_A_PLAN = 'return_schedule_plan'
-_MAKES_A_PLAN = 'build_schedule_plan'
+_ASKS_FOR_A_PLAN, _MAKES_A_PLAN = 'return_schedule_plan', 'build_schedule_plan'
+_OF_FORWARD = 'data_iterator', 'f_model', 'input_tensor'
+_OF_BACKWARD = 'b_model', 'b_input_tensor', 'b_output_tensor', 'b_output_tensor_grad'
+_ARGUMENTS = (*_OF_FORWARD, *_OF_BACKWARD)  # None where a pass runs alone
 
 
 class OverlapWrapper(Wrapper):
@@ -44,13 +39,13 @@ class OverlapWrapper(Wrapper):
         output, num_tokens, _ = _step(Forward(stage, forward.p, forward.received), None)
         return output, num_tokens
 
-    def backward(self, backward: Backward, inner: Callable[[Backward], MaybeTensor]) -> MaybeTensor:
+    def backward(self, backward: Backward, inner: Callable[[Backward], Any]) -> Any:
         with self.stage.delaying.queueing():
             *_, made = _step(None, backward)
         return made
 
 
-def run_together(forward: Forward, backward: Backward) -> tuple[torch.Tensor, MaybeTensor]:
+def run_together(forward: Forward, backward: Backward) -> tuple[torch.Tensor, Any]:
     """Run both at once; return the output of one, and the input's gradient of the other."""
     ahead, back = cast(ModelStage, forward.stage), cast(ModelStage, backward.stage)
     with back.delaying.queueing():
@@ -62,29 +57,26 @@ def run_together(forward: Forward, backward: Backward) -> tuple[torch.Tensor, Ma
 
 def _step(forward: Forward | None, backward: Backward | None) -> Any:
     given: dict[str, Any] = dict.fromkeys(_ARGUMENTS)
-    stages: list[ModelStage] = []
+    stages: list[Any] = [each.stage for each in (forward, backward) if each is not None]
+    call, config = stages[0].call, stages[0].config
     if forward is not None:
-        stage = cast(ModelStage, forward.stage)
-        stages.append(stage)
+        inputs = stages[0].data_iterator, stages[0].model, forward.received
+        given |= dict(zip(_OF_FORWARD, inputs, strict=True))
         given |= {
-            'data_iterator': stage.data_iterator,
-            'f_model': stage.model,
-            'input_tensor': forward.received,
-            'f_model_chunk_id': stage.vp_stage,
-            'is_first_microbatch': stage.call.is_first(forward.p),
-            'current_microbatch': stage.call.microbatch(forward.p),
+            'f_model_chunk_id': stages[0].vp_stage,
+            'is_first_microbatch': call.is_first(forward.p),
+            'current_microbatch': call.microbatch(forward.p),
         }
     if backward is not None:
-        stage = cast(ModelStage, backward.stage)
-        stages.append(stage)
-        given |= {
-            'b_model': stage.model,
-            'b_input_tensor': backward.received,
-            'b_output_tensor': backward.output,
-            'b_output_tensor_grad': backward.gradient,
-        }
-    call, config = stages[0].call, stages[0].config
-    with _undelayed(stages):
+        inputs = stages[-1].model, *backward[2:]
+        given |= dict(zip(_OF_BACKWARD, inputs, strict=True))
+    with contextlib.ExitStack() as stack:
+        # Megatron's plans find no layer that delays weight gradients: TE's are in our store
+        for stage in stages:
+            for module in stage.model.modules() if stage.delaying.modules else ():
+                settings = getattr(module, 'config', None)
+                if getattr(settings, 'delay_wgrad_compute', False):
+                    stack.enter_context(replaced(settings, 'delay_wgrad_compute', False))
         return compat.combined_step(config)(
             forward_step_func=call.arguments.forward_step_func,
             num_microbatches=call.arguments.num_microbatches,
@@ -95,43 +87,8 @@ def _step(forward: Forward | None, backward: Backward | None) -> Any:
         )
 
 
-_ARGUMENTS = (  # that a pass alone leaves out
-    'data_iterator',
-    'f_model',
-    'input_tensor',
-    'b_model',
-    'b_input_tensor',
-    'b_output_tensor',
-    'b_output_tensor_grad',
-)
-
-
-@contextlib.contextmanager
-def _undelayed(stages: list[ModelStage]) -> Iterator[None]:
-    """Let Megatron's plans find no layer that delays weight gradients: TE's are in our store."""
-    every: Iterator[Any] = (
-        getattr(module, 'config', None)
-        for stage in stages
-        if stage.delaying.modules
-        for module in stage.model.modules()
-    )
-    found = (config for config in every if getattr(config, 'delay_wgrad_compute', False))
-    configs: list[Any] = list({id(config): config for config in found}.values())
-    for config in configs:
-        config.delay_wgrad_compute = False
-    try:
-        yield
-    finally:
-        for config in configs:
-            config.delay_wgrad_compute = True
-
-
 def require(models: Sequence[torch.nn.Module], forward_step_func: Callable) -> None:
-    """Raise for what Megatron's combined step could not run.
-
-    Raises:
-        NotImplementedError: names what, and the cure.
-    """
+    """Raise NotImplementedError, with the cure, for what Megatron's combined step cannot run."""
     cure = f'drop --{OVERLAP.replace("_", "-")}'
     for model in models:
         if not hasattr(model, _MAKES_A_PLAN):

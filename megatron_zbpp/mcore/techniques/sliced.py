@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,46 +15,28 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import unwrap_model
 
 from megatron_zbpp.ir import F, Pass
-from megatron_zbpp.mcore import compat, preflight, side_effects
+from megatron_zbpp.mcore import compat, side_effects
 from megatron_zbpp.mcore.faces import CallContext, Face, Wrap
-from megatron_zbpp.mcore.iteration.arguments import Arguments
-from megatron_zbpp.mcore.iteration.stages import ModelStage
-from megatron_zbpp.mcore.patches.registry import Patch
+from megatron_zbpp.mcore.iteration.stages import Arguments, ModelStage
+from megatron_zbpp.mcore.patches.registry import Patch, replaced
 from megatron_zbpp.mcore.session import Session
+from megatron_zbpp.mcore.settings import BY_FLAG
 from megatron_zbpp.mcore.techniques import sliced_layers
-from megatron_zbpp.mcore.techniques.sliced_layers import Kept, Running, Slice
+from megatron_zbpp.mcore.techniques.sliced_layers import WHOLE, Kept, Running, Slice
 from megatron_zbpp.runtime.log import job_log
-from megatron_zbpp.runtime.stage import (
-    Backward,
-    ForwardStep,
-    MaybeTensor,
-    ProgramOutput,
-    StepOutput,
-    Wrapper,
-)
+from megatron_zbpp.runtime.stage import Backward, ForwardStep, ProgramOutput, StepOutput, Wrapper
 
-_WHOLE = 'take a schedule of whole sequences'
 _NO_CACHE = 'disable_parameter_transpose_cache'
+# of chunks: their modules of Transformer Engine
 _known: WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]] = WeakKeyDictionary()
-
-
-def _caching_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules of Transformer Engine in a chunk, looked for once."""
-    if model not in _known:
-        _known[model] = [module for module in model.modules() if hasattr(module, _NO_CACHE)]
-    return _known[model]
 
 
 class SliceWrapper(Wrapper):
     """Runs a slice in each pass of a stage.
 
     The program's forward_step function is called for the first slice of a microbatch; for those
-    behind it the model is called with what it gave.
-
-    Args:
-        cuts: first token of each slice, and behind them the tokens of a sequence.
-        running: tells Megatron's layers which slice runs.
-        stage: that is wrapped.
+    behind it the model is called with what it gave. `cuts` are the first token of each slice, and
+    behind them the tokens of a sequence.
     """
 
     asks_gradients = True
@@ -86,14 +68,15 @@ class SliceWrapper(Wrapper):
         return output, num_tokens
 
     def _drop(self, microbatch: int) -> None:
-        """Forget a microbatch, whose last pass has run."""
         self._kept.drop(microbatch)
         del self._called[microbatch]
 
     @contextmanager
     def _runs(self, part: Slice) -> Iterator[None]:
         """Run a slice; Transformer Engine must not begin `main_grad` anew in its backward."""
-        modules = _caching_modules(self.stage.model)
+        modules = _known.get(model := self.stage.model)
+        if modules is None:
+            modules = _known[model] = [each for each in model.modules() if hasattr(each, _NO_CACHE)]
         for module in modules:
             vars(module)[_NO_CACHE] = True  # Module's own setattr takes 20 times as long
         try:
@@ -117,51 +100,41 @@ class SliceWrapper(Wrapper):
         else:
             call, loss_func = self._called[part.microbatch]
             output = call()
-        own = self._of_whole(p, part, loss_func) if self.stage.is_last else loss_func
-        return ProgramOutput(output, own, loss_func)
+        if not self.stage.is_last:
+            return ProgramOutput(output, loss_func, loss_func)
+
+        def of_slice(losses: torch.Tensor) -> Any:
+            """Return the program's loss, to which tokens of other slices have a loss of 0."""
+            if p.kind == F:
+                self._losses.setdefault(part.microbatch, []).append(losses.detach())
+            return loss_func(_padded(losses, part))
+
+        return ProgramOutput(output, of_slice, loss_func)
 
     def _first(
         self, program: Callable[[], ProgramOutput], model: torch.nn.Module
     ) -> tuple[Any, Callable, Any]:
         calls: list[Callable] = []
         made: list[tuple[Any, int]] = []
-        handles = (
-            model.register_forward_pre_hook(
-                lambda _, args, kwargs: calls.append(functools.partial(model, *args, **kwargs)),
-                prepend=True,
-                with_kwargs=True,
-            ),
-            model.register_forward_hook(lambda _, args, got: made.append((got, _version(got)))),
+        before = model.register_forward_pre_hook(
+            lambda _, args, kwargs: calls.append(functools.partial(model, *args, **kwargs)),
+            prepend=True,
+            with_kwargs=True,
         )
-        try:
+        behind = model.register_forward_hook(lambda _, args, got: made.append((got, _version(got))))
+        with before, behind:  # removed at its end
             output, _, loss_func = program()
-        finally:
-            for handle in handles:
-                handle.remove()
         if not made or output is not made[-1][0] or _version(output) != made[-1][1]:
             raise NotImplementedError(
                 'slices of sequences: forward_step is called for the first one alone, so that what '
                 'it does with the output is not done for the others: let forward_step call the '
                 'model that it is given and return what that gives, unchanged (the loss function '
-                f'may change it), or {_WHOLE}'
+                f'may change it), or {WHOLE}'
             )
         return output, calls[-1], loss_func
 
-    def _of_whole(self, p: Pass, part: Slice, loss_func: Any) -> Any:
-        """Return the program's loss function, to which tokens of other slices have a loss of 0."""
-
-        def of_slice(losses: torch.Tensor) -> Any:
-            if p.kind == F:
-                self._losses.setdefault(part.microbatch, []).append(losses.detach())
-            return loss_func(_padded(losses, part))
-
-        return of_slice
-
     def _require_sum(self, losses: torch.Tensor, loss_func: Any) -> None:
-        """Raise unless each token has the gradient by its slice that it has by the whole sequence.
-
-        Looked at once for each function; again where nothing has counted, as all was masked.
-        """
+        """Raise unless each token has by its slice the gradient that it has by the sequence."""
         function = getattr(loss_func, 'func', loss_func)
         code = getattr(function, '__code__', type(function))
         if code in self._running.additive:
@@ -169,22 +142,23 @@ class SliceWrapper(Wrapper):
         total = self._cuts[-1]
         spans = [(0, total), *itertools.pairwise(self._cuts)]
         with torch.enable_grad(), compat.another_rerun_machine():
-            (whole, counts), *parts = [
-                _gradient(losses, loss_func, Slice(0, start, end, total)) for start, end in spans
-            ]
+            (whole, *gradients), (counts, *others) = zip(
+                *(_gradient(losses, loss_func, Slice(0, *span, total)) for span in spans),
+                strict=True,
+            )
             with side_effects.put_back():
                 depends = loss_func(losses)[0].requires_grad
-        slices = torch.cat([gradient for gradient, _ in parts], 1)
         rounding = 16 * torch.finfo(whole.dtype).eps * whole.abs().max().item()
-        alike = torch.allclose(slices, whole, rtol=0, atol=rounding, equal_nan=True)
-        if depends or not alike or any(count != counts for _, count in parts):
+        near = {'rtol': 0, 'atol': rounding, 'equal_nan': True}
+        alike = torch.allclose(torch.cat(gradients, 1), whole, **near)
+        if depends or not alike or any(count != counts for count in others):
             raise NotImplementedError(
                 'slices of sequences: the loss function is no sum over tokens: gradients or counts '
                 'of a slice are not those of its tokens in the whole sequence, or it has a term '
                 'that trains by itself: let it weigh losses of tokens by what does not depend on '
-                f'other tokens, or {_WHOLE}'
+                f'other tokens, or {WHOLE}'
             )
-        if whole.any():
+        if whole.any():  # else all was masked, and nothing has counted
             self._running.additive.add(code)
 
     @contextmanager
@@ -192,20 +166,19 @@ class SliceWrapper(Wrapper):
         """Weigh losses of routers in the log, which are means of a slice's tokens, by its share."""
         experts = getattr(self.stage.config, 'num_moe_experts', None)
         entries = compat.logged_losses() if experts else {}
-        before = {name: compat.logged_values(entry).clone() for name, entry in entries.items()}
-        for entry in entries.values():
-            compat.logged_values(entry).zero_()
+        before: dict[str, torch.Tensor] = {}
+        for name, entry in entries.items():
+            values = compat.logged_values(entry)
+            before[name] = values.clone()
+            values.zero_()
         try:
             yield
         finally:
             for name, entry in entries.items():
-                values = compat.logged_values(entry).mul_(part.share)
-                if name in before:
-                    values.add_(before[name])
+                compat.logged_values(entry).mul_(part.share).add_(before.get(name, 0))
 
-    def backward(self, backward: Backward, inner: Callable[[Backward], MaybeTensor]) -> MaybeTensor:
-        part = self._part(backward.p)
-        by_token = self.stage.config.calculate_per_token_loss
+    def backward(self, backward: Backward, inner: Callable[[Backward], Any]) -> Any:
+        part, by_token = self._part(backward.p), self.stage.config.calculate_per_token_loss
         with self._runs(part), _of_slice(part, by_token):
             made = inner(backward)
         if part.is_first:
@@ -214,9 +187,8 @@ class SliceWrapper(Wrapper):
 
 
 def _version(output: Any) -> int:
-    """Return torch's count of writes to an output; 0 where it keeps none."""
     counted = isinstance(output, torch.Tensor) and not output.is_inference()
-    return output._version if counted else 0
+    return output._version if counted else 0  # torch's count of writes
 
 
 def _padded(losses: torch.Tensor, part: Slice) -> torch.Tensor:
@@ -225,7 +197,7 @@ def _padded(losses: torch.Tensor, part: Slice) -> torch.Tensor:
         raise NotImplementedError(
             f'slices of sequences: the model gives a tensor of shape {tuple(losses.shape)} for '
             f'{part.end - part.start} tokens, which are to be its axis 1: let it give losses or '
-            f'logits, (micro batch, tokens, ...), or {_WHOLE}'
+            f'logits, (micro batch, tokens, ...), or {WHOLE}'
         )
     missing = (part.start, part.total - part.end)
     return torch.nn.functional.pad(losses, (0, 0) * (losses.dim() - 2) + missing)
@@ -235,29 +207,24 @@ def _gradient(losses: torch.Tensor, loss_func: Any, part: Slice) -> tuple[torch.
     own = losses[:, part.start : part.end].clone().requires_grad_()
     with side_effects.put_back():
         loss, *counts, _ = loss_func(_padded(own, part))
-    if not loss.requires_grad:
-        return torch.zeros_like(own), list(map(int, counts))
-    (gradient,) = torch.autograd.grad(loss, own, allow_unused=True, materialize_grads=True)
+    gradient = torch.zeros_like(own)
+    if loss.requires_grad:
+        (gradient,) = torch.autograd.grad(loss, own, allow_unused=True, materialize_grads=True)
     return gradient, list(map(int, counts))
 
 
-@contextmanager
-def _of_slice(part: Slice, by_token: bool) -> Iterator[None]:
+def _of_slice(part: Slice, by_token: bool) -> AbstractContextManager[None]:
     """Weigh losses of experts, means of tokens, by a slice's share; Megatron does `by_token`."""
     whole = MoEAuxLossAutoScaler.main_loss_backward_scale
-    if whole is not None and not by_token:
-        MoEAuxLossAutoScaler.main_loss_backward_scale = whole * part.share
-    try:
-        yield
-    finally:
-        MoEAuxLossAutoScaler.main_loss_backward_scale = whole
+    scale = whole if whole is None or by_token else whole * part.share
+    return replaced(MoEAuxLossAutoScaler, 'main_loss_backward_scale', scale)
 
 
 def require(arguments: Arguments) -> None:
     """Raise NotImplementedError for a call that cannot run slice by slice."""
     if arguments.collect_non_loss_data:
         raise NotImplementedError(
-            f'collect_non_loss_data: a slice has no such data of its own: {_WHOLE} for it'
+            f'collect_non_loss_data: a slice has no such data of its own: {WHOLE} for it'
         )
 
 
@@ -279,16 +246,17 @@ class Sliced(Face):
             sliced_layers.require(chunk)
 
     def settle(self, arguments: Arguments, config: Any, num_ranks: int) -> None:
-        """Settle on slices at the first call, where they are to be found, and say which."""
         programs = self.session.programs
         if not programs.to_find_slices:
             return
+        from megatron_zbpp.mcore.techniques.slice_choice import settled
+
         model = SimpleNamespace(**vars(config), seq_length=arguments.seq_length)
         counts = [arguments.num_microbatches]
-        settings, found = preflight.with_slices(self.session.settings, model, num_ranks, counts)
+        settings, found = settled(self.session.settings, model, num_ranks, counts)
         assert settings.sliced is not None
         programs.slice_by(settings.sliced)
-        job_log.info(found)
+        job_log.info(BY_FLAG.fill(found))
 
     def lengths(self, arguments: Arguments, config: Any) -> tuple[int, ...]:
         self._cuts = self.session.programs.cuts(config, arguments.seq_length)

@@ -20,7 +20,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.model_settings import not_by_token
-from megatron_zbpp.mcore.patches.registry import Patch
+from megatron_zbpp.mcore.patches.registry import Patch, around
 
 _GPT = 'megatron.core.models.gpt.gpt_model:GPTModel'
 _EMBEDDINGS = 'megatron.core.models.common.embeddings'
@@ -39,7 +39,7 @@ _MIXING = {'MambaMixer', 'GatedDeltaNet', 'GatedDeltaProduct', '_ConvNd', 'RNNBa
 _MIXING |= {'MultiheadAttention'}
 _ROUTERS = {'TopKRouter', 'InferenceTopKRouter'}
 _POSITIONS = {'learned_absolute', 'rope', 'yarn', 'none'}
-_WHOLE = 'take a schedule of whole sequences'
+WHOLE = 'take a schedule of whole sequences'
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.arbitrary)  # the latter by masks that are given
 
 
@@ -82,9 +82,7 @@ class _Extended(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, own: torch.Tensor, rows: Rows, part: Slice
-    ) -> torch.Tensor:
+    def forward(ctx: Any, own: torch.Tensor, rows: Rows, part: Slice) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if rows.values is None:
             rows.values = own.new_empty(part.total, *own.shape[1:])
         rows.values.data[part.start : part.end] = own
@@ -92,9 +90,7 @@ class _Extended(torch.autograd.Function):
         return rows.values.data[: part.end]
 
     @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         rows, part = ctx.rows, ctx.part
         if part.is_last:
             rows.gradients = gradient.clone()
@@ -104,14 +100,10 @@ class _Extended(torch.autograd.Function):
 
 
 class Kept:
-    """Keys and values of the microbatches that are under way in a stage.
-
-    Attributes:
-        storages: addresses of their memory, which all slices of a microbatch share.
-    """
+    """Keys and values of the microbatches that are under way in a stage."""
 
     def __init__(self) -> None:
-        self.storages: set[int] = set()
+        self.storages: set[int] = set()  # addresses of the memory that slices of one share
         self.visited: set[torch.nn.Module] = set()  # in the pass that runs
         self._rows: dict[int, dict[torch.nn.Module, tuple[Rows, Rows]]] = {}
 
@@ -122,18 +114,17 @@ class Kept:
 
         `own` are those of the slice, (its tokens, micro batch, heads, width of a head).
         """
-        if own[0].size(0) != part.end - part.start:
+        length, given = part.end - part.start, own[0].size(0)
+        if given != length:
             raise NotImplementedError(
-                f'slices of sequences: a {type(layer).__name__} gets {own[0].size(0)} tokens where '
-                f'slices have {part.end - part.start}: a forward that replaces that of GPTModel '
-                'after megatron_zbpp.enable() does not cut its inputs, nor does another kind of '
-                'model: replace it before, or take a schedule of whole sequences'
+                f'slices of sequences: a {type(layer).__name__} gets {given} tokens where slices '
+                f'have {length}: a forward that replaces that of GPTModel after '
+                'megatron_zbpp.enable() does not cut its inputs, nor does another kind of model: '
+                f'replace it before, or {WHOLE}'
             )
         self.visit(layer)
         pair = self._rows.setdefault(part.microbatch, {}).setdefault(layer, (Rows(), Rows()))
-        extended = tuple(
-            _Extended.apply(mine, rows, part) for mine, rows in zip(own, pair, strict=True)
-        )
+        extended = tuple(_Extended.apply(*each, part) for each in zip(own, pair, strict=True))
         self.storages.update(each.untyped_storage()._cdata for each in extended)
         return extended
 
@@ -143,8 +134,7 @@ class Kept:
             raise NotImplementedError(
                 f'slices of sequences: a {type(module).__name__} runs twice in a pass, where keys '
                 'and values of one run would be taken for those of the other: let each module '
-                'run once (no layer that is shared or looped), or take a schedule of whole '
-                'sequences'
+                f'run once (no layer that is shared or looped), or {WHOLE}'
             )
         self.visited.add(module)
 
@@ -168,10 +158,8 @@ class Running:
     additive: set[object] = field(default_factory=set)
 
     @contextlib.contextmanager
-    def slice(
-        self, part: Slice | None, kept: Kept | None, model: torch.nn.Module | None
-    ) -> Iterator[None]:
-        """Say within that a slice runs, or a whole sequence."""
+    def slice(self, part: Any = None, kept: Any = None, model: Any = None) -> Iterator[None]:
+        """Say within that a slice runs, or a whole sequence: see the attributes."""
         before = self.part, self.kept, self.model
         if kept is not None:
             kept.visited.clear()
@@ -182,21 +170,14 @@ class Running:
             self.part, self.kept, self.model = before
 
 
-_Masked = Callable[
-    [Slice, torch.Tensor, torch.Tensor | None, AttnMaskType | None],
-    tuple[torch.Tensor | None, AttnMaskType | None],
-]
-"""Returns mask and kind of mask for a slice, its queries, and those of the whole sequence."""
-
-
 def patches(running: Running) -> Iterator[Patch]:
     """Yield what is replaced for schedules of slices; `running` tells which one runs."""
     for owner in _models():
-        yield Patch(owner, 'forward', functools.partial(_cutting, running))
+        yield Patch(owner, 'forward', around(_cutting, running))
     for owner in _ROTARY:
         yield Patch(owner, 'forward', functools.partial(_from_its_first_token, running))
-    for owner, masked in _attentions().items():
-        yield Patch(owner, 'forward', functools.partial(_attending, running, masked))
+    for owner in _attentions():
+        yield Patch(owner, 'forward', around(_attending, running, owner == _BY_TE))
 
 
 def _models() -> tuple[str, ...]:
@@ -204,31 +185,28 @@ def _models() -> tuple[str, ...]:
     return (_GPT,) if hybrid is None else (_GPT, f'{hybrid}:HybridModel')
 
 
-def _attentions() -> dict[str, _Masked]:
-    by_te = find_spec('transformer_engine') is not None
-    return {_LOCAL: _masked_locally, **({_BY_TE: _masked_by_te} if by_te else {})}
+def _attentions() -> tuple[str, ...]:
+    return (_LOCAL,) if find_spec('transformer_engine') is None else (_LOCAL, _BY_TE)
 
 
-def _cutting(running: Running, original: Callable) -> Callable:
+_signature = functools.cache(inspect.signature)
+
+
+def _cutting(
+    running: Running, original: Callable, self: torch.nn.Module, *args: Any, **kwargs: Any
+) -> Any:
     """Give the chunk that runs in slices the slice of its inputs."""
-    signature = inspect.signature(original)
-    own = next(iter(signature.parameters))
-
-    @functools.wraps(original)
-    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        part, kept = running.part, running.kept
-        if part is None or kept is None:
+    part, kept = running.part, running.kept
+    if part is None or kept is None:
+        return original(self, *args, **kwargs)
+    if self is not running.model:  # a teacher, say, in the one call of forward_step
+        with running.slice():
             return original(self, *args, **kwargs)
-        if self is not running.model:  # a teacher, say, in the one call of forward_step
-            with running.slice(None, None, None):
-                return original(self, *args, **kwargs)
-        kept.visit(self)
-        given = dict(signature.bind(self, *args, **kwargs).arguments)
-        if not isinstance(given[own], tuple):  # as of a function without names of its arguments
-            del given[own]
-        return original(self, **{name: _cut(name, value, part) for name, value in given.items()})
-
-    return forward
+    kept.visit(self)
+    (own, first), *given = _signature(original).bind(self, *args, **kwargs).arguments.items()
+    if isinstance(first, tuple):  # as of a function without names of its arguments
+        given.insert(0, (own, first))
+    return original(self, **{name: _cut(name, value, part) for name, value in given})
 
 
 def _cut(name: str, value: Any, part: Slice) -> Any:
@@ -239,14 +217,14 @@ def _cut(name: str, value: Any, part: Slice) -> Any:
         packed = ', which do not know where packed sequences end' if 'packed' in name else ''
         raise NotImplementedError(
             f'{name}: the model is called with it, and nobody has cut it for slices of sequences'
-            f'{packed}: give none, or {_WHOLE} (a forward that replaces that of GPTModel keeps its '
+            f'{packed}: give none, or {WHOLE} (a forward that replaces that of GPTModel keeps its '
             'arguments by functools.wraps)'
         )
     tokens = value.shape[-2:] if name == _MASK else value.shape[1:2]
     if {*tokens} != {part.total}:
         raise NotImplementedError(
             f'{name} of shape {tuple(value.shape)}: slices cut (micro batch, sequence, ...) and '
-            f'masks (..., sequence, sequence) of {part.total} tokens: give such, or {_WHOLE}'
+            f'masks (..., sequence, sequence) of {part.total} tokens: give such, or {WHOLE}'
         )
     if name == _MASK:
         return value[..., part.start : part.end, : part.end].contiguous()
@@ -258,14 +236,14 @@ def require(model: torch.nn.Module) -> None:
     if not isinstance(model, tuple(map(resolve_name, _models()))):
         raise NotImplementedError(
             f'slices of sequences: inputs of a {type(model).__name__} cannot be cut, as those '
-            f'of a GPTModel can: {_WHOLE}'
+            f'of a GPTModel can: {WHOLE}'
         )
     positions = getattr(model, 'position_embedding_type', 'none')
     problem = None if positions in _POSITIONS else f'positions by {positions} are not known to cut'
     for layer in model.modules():
         problem = problem or _problem(layer)
         if problem is not None:
-            raise NotImplementedError(f'slices of sequences: {problem}, or {_WHOLE}')
+            raise NotImplementedError(f'slices of sequences: {problem}, or {WHOLE}')
 
 
 def _problem(layer: torch.nn.Module) -> str | None:
@@ -304,42 +282,28 @@ def _from_its_first_token(running: Running, original: Callable) -> Callable:
     return forward
 
 
-def _attending(running: Running, masked: _Masked, original: Callable) -> Callable:
+def _attending(
+    running: Running,
+    by_te: bool,
+    original: Callable,
+    self: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    attn_mask_type: AttnMaskType | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Give attention keys and values of the slices before, and a mask whose corner is below."""
-
-    @functools.wraps(original)
-    def forward(
-        self: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        part = running.part
-        if part is not None and running.kept is not None:
-            key, value = running.kept.extended(self, part, key, value)
-            attention_mask, attn_mask_type = masked(part, query, attention_mask, attn_mask_type)
-        return original(self, query, key, value, attention_mask, attn_mask_type, *args, **kwargs)
-
-    return forward
-
-
-def _masked_locally(
-    part: Slice, query: torch.Tensor, mask: torch.Tensor | None, kind: AttnMaskType | None
-) -> tuple[torch.Tensor, AttnMaskType | None]:
-    if mask is None:
-        ones = torch.ones(part.end - part.start, part.end, dtype=torch.bool, device=query.device)
-        mask = ones.triu(1 + part.start)[None, None]
-    return mask, kind
-
-
-def _masked_by_te(
-    part: Slice, query: torch.Tensor, mask: torch.Tensor | None, kind: AttnMaskType | None
-) -> tuple[torch.Tensor | None, AttnMaskType | None]:
-    """Return the kind of mask whose corner is below; in the first slice they are the same."""
-    if kind == AttnMaskType.causal and not part.is_first:
-        kind = AttnMaskType.causal_bottom_right
-    return mask, kind
+    part = running.part
+    if part is not None and running.kept is not None:
+        key, value = running.kept.extended(self, part, key, value)
+        if by_te:  # in the first slice both kinds are the same
+            if attn_mask_type == AttnMaskType.causal and not part.is_first:
+                attn_mask_type = AttnMaskType.causal_bottom_right
+        elif attention_mask is None:
+            shape = part.end - part.start, part.end
+            ones = torch.ones(shape, dtype=torch.bool, device=query.device)
+            attention_mask = ones.triu(1 + part.start)[None, None]
+    return original(self, query, key, value, attention_mask, attn_mask_type, *args, **kwargs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -16,32 +17,17 @@ from megatron.core.utils import unwrap_model
 
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.mcore.faces import CallContext, Face, Passes, Wrap
-from megatron_zbpp.mcore.iteration.stages import ModelStage, Read
+from megatron_zbpp.mcore.iteration.stages import ModelStage, noting
 from megatron_zbpp.mcore.techniques.split_vocabulary import exchanges, shard_of
-from megatron_zbpp.mcore.techniques.vocabulary_shards import InputShard
-from megatron_zbpp.runtime.actions import Action, Inputs, Outputs
+from megatron_zbpp.mcore.techniques.vocabulary_shards import DROP, InputShard
 from megatron_zbpp.runtime.channels import Message
-from megatron_zbpp.runtime.key import Key, key_of
-from megatron_zbpp.runtime.stage import ForwardStep, StepOutput, Wrapper
+from megatron_zbpp.runtime.stage import ForwardStep, Inputs, Outputs, StepOutput, Wrapper, key_of
 from megatron_zbpp.techniques.composition import EMBEDDING as NAME
-from megatron_zbpp.techniques.vocabulary.graph import (
-    EMBEDDING,
-    EMBEDDING_GRADIENT,
-    GRADIENT,
-    LOOKUP,
-    READ,
-    SCATTER,
-    TOKENS,
-)
-
-_DROP = 'or leave out --pipeline-vocab-parallel'
+from megatron_zbpp.techniques.vocabulary import graph
 
 
 class _Called(BaseException):
     """A model has been called; not an error, so that no program takes it for one."""
-
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        self.arguments = arguments
 
 
 class EmbeddingWrapper(Wrapper):
@@ -54,36 +40,30 @@ class EmbeddingWrapper(Wrapper):
         self._read: dict[int, list[Any]] = {}  # by microbatch
 
     def read(self, p: Pass) -> torch.Tensor:
-        """Return the tokens of a microbatch, (micro batch, sequence).
-
-        Raises:
-            NotImplementedError: forward_step does not call the model with them.
-        """
-        data = None if self.stage.data_iterator is None else Read(self.stage.data_iterator)
-        tokens = self.stage.call.run_step(p, self._tokens, data)
-        self._read[p.microbatch] = [] if data is None else data.items
-        shard = input_shard(self.inner)
+        """Return the tokens of a microbatch, (micro batch, sequence)."""
+        source = self.stage.data_iterator
+        self._read[p.microbatch] = items = []
+        data = None if source is None else noting(source, items.append)
+        tokens, shard = self.stage.call.run_step(p, self._tokens, data), input_shard(self.inner)
         shard.tokens = tokens if shard.tokens is None else shard.tokens
         return tokens
 
     def _tokens(self, data: Iterator | None) -> torch.Tensor:
-        bind = inspect.signature(self.inner.forward).bind
+        bind, given = inspect.signature(self.inner.forward).bind, self.stage.call.arguments
+        arguments: dict[str, Any] = {}
 
         def stop(_: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            raise _Called(bind(*args, **kwargs).arguments)
+            arguments.update(bind(*args, **kwargs).arguments)
+            raise _Called
 
-        tokens, given = None, self.stage.call.arguments
-        handle = self.inner.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
-        try:
+        hook = self.inner.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
+        with hook, suppress(_Called):  # the hook is removed at the end
             given.forward_step_func(data, self.stage.model)
-        except _Called as called:
-            tokens = called.arguments.get('input_ids')
-        finally:
-            handle.remove()
+        tokens = arguments.get('input_ids')
         if tokens is None or tokens.size(0) != given.micro_batch_size:
             raise NotImplementedError(
                 'the embedding is on all pipeline ranks, which get the tokens first: let '
-                f'forward_step call the model with input_ids of a whole microbatch, {_DROP}'
+                f'forward_step call the model with input_ids of a whole microbatch, {DROP}'
             )
         return tokens.contiguous()
 
@@ -103,14 +83,10 @@ class EmbeddingWrapper(Wrapper):
 
 
 class Lookups:
-    """D, I and J of this rank.
+    """D, I and J of this rank, for `lengths` tokens of each slice.
 
     Tied rows have gradients of T, too. Which of T and J comes first depends on the schedule, and
     sums round, so those of J are summed apart until the last one, behind all T.
-
-    Args:
-        stages: of this rank, in the order of its chunks.
-        lengths: tokens of each slice; of a whole sequence, one.
     """
 
     def __init__(self, stages: Sequence[ModelStage], lengths: Sequence[int]) -> None:
@@ -120,19 +96,20 @@ class Lookups:
         self._shard = input_shard(wrappers[-1].inner)
         self._is_tied = shard_of(self._stage.model).is_tied
         self._of_slices: Sequence[torch.Tensor] = ()  # tokens of the microbatch that D reads
-        self._tokens: dict[Key, torch.Tensor] = {}
+        self._tokens: dict[tuple, torch.Tensor] = {}  # by `key_of`
         self._sum: torch.Tensor | None = None
 
     @property
-    def actions(self) -> dict[str, Action]:
+    def actions(self) -> dict[str, Any]:
         """By kind of pass."""
-        return {READ: self._read, LOOKUP: self._look_up, SCATTER: self._scatter}
+        actions = {graph.READ: self._read, graph.LOOKUP: self._look_up}
+        return {**actions, graph.SCATTER: self._scatter}
 
     def _read(self, p: Pass, inputs: Inputs) -> Outputs:
         assert self._first is not None, 'D is on the first stage'
         if p.slice == 0:
             self._of_slices = self._first.read(p).split(self._lengths, 1)
-        return {TOKENS: self._of_slices[p.slice].contiguous()}
+        return {graph.TOKENS: self._of_slices[p.slice].contiguous()}
 
     def _look_up(self, p: Pass, inputs: Inputs) -> Outputs:
         ((tokens,),) = inputs.values()
@@ -140,7 +117,7 @@ class Lookups:
         if not self._stage.call.arguments.forward_only:
             self._tokens[key_of(p)] = tokens
         with torch.no_grad():
-            return {EMBEDDING: self._shard(tokens, self._shard.look_up)}
+            return {graph.EMBEDDING: self._shard(tokens, self._shard.look_up)}
 
     def _scatter(self, p: Pass, inputs: Inputs) -> Outputs:
         ((gradient,),) = inputs.values()
@@ -148,8 +125,8 @@ class Lookups:
         tokens = self._tokens.pop(key_of(p))
         if not self._shard.rows.requires_grad:
             return {}
-        last = p.microbatch == self._stage.call.arguments.num_microbatches - 1
-        last = last and p.slice == 0  # of which the gradient comes last
+        m = self._stage.call.arguments.num_microbatches
+        last = p.microbatch == m - 1 and p.slice == 0  # of which the gradient comes last
         if self._is_tied and not last:
             self._sum = self._shard.summed(self._sum, tokens, gradient)
             return {}
@@ -175,11 +152,14 @@ class SplitEmbedding(Face):
 
     def passes(self, stages: Sequence[ModelStage], context: CallContext) -> Passes:
         # hidden states of each part, (its tokens, micro batch, hidden size)
-        shapes = [each.shape for each in exchanges(context)[GRADIENT] if each.shape is not None]
+        shapes = [
+            each.shape for each in exchanges(context)[graph.GRADIENT] if each.shape is not None
+        ]
         rows = input_shard(unwrap_model(stages[-1].model)).rows
         words = tuple(Message((b, s), torch.int64, rows.device) for s, b, _ in shapes)
         looked_up = tuple(Message((b, s, h), rows.dtype, rows.device) for s, b, h in shapes)
-        messages = {TOKENS: words, EMBEDDING: looked_up, EMBEDDING_GRADIENT: looked_up}
+        messages = {graph.TOKENS: words, graph.EMBEDDING: looked_up}
+        messages[graph.EMBEDDING_GRADIENT] = looked_up
         return Passes(Lookups(stages, [s for s, *_ in shapes]).actions, messages)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,35 +20,26 @@ from megatron.core.utils import get_model_config
 
 from megatron_zbpp.ir import F, Pass
 from megatron_zbpp.mcore.faces import CallContext, Face, Passes, Wrap
-from megatron_zbpp.mcore.iteration.arguments import Arguments
-from megatron_zbpp.mcore.iteration.stages import Call, ModelStage
+from megatron_zbpp.mcore.iteration.stages import Arguments, Call, ModelStage
 from megatron_zbpp.mcore.patches.registry import Patch
-from megatron_zbpp.mcore.techniques import vocabulary_division
-from megatron_zbpp.mcore.techniques.vocabulary_shards import (
-    Logits,
-    OutputShard,
-    combined,
-    gathered,
-    losses_of,
-    share,
-    weight_gradient,
-)
-from megatron_zbpp.runtime.actions import Action, Inputs, Outputs
+from megatron_zbpp.mcore.techniques import vocabulary_shards as shards
+from megatron_zbpp.mcore.techniques.vocabulary_shards import DROP, OutputShard, combined, losses_of
 from megatron_zbpp.runtime.channels import Message
-from megatron_zbpp.runtime.key import Key, key_of
 from megatron_zbpp.runtime.stage import (
+    Action,
     Backward,
     ForwardStep,
-    MaybeTensor,
+    Inputs,
+    Outputs,
     ProgramOutput,
     StepOutput,
     Wrapper,
+    key_of,
 )
 from megatron_zbpp.techniques.composition import EMBEDDING, VOCABULARY
 from megatron_zbpp.techniques.vocabulary.graph import GRADIENT, HIDDEN, STATISTICS, S, T
 
 _BESIDE = 16  # bytes of a row behind its hidden states: target and gradient, and rows stay aligned
-_DROP = 'or leave out --pipeline-vocab-parallel'
 
 
 def _packed(hidden: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -60,29 +51,6 @@ def _packed(hidden: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) 
     return torch.cat([hidden.detach(), beside], -1)
 
 
-class _Tokens(NamedTuple):
-    """Inputs of S, a row a token."""
-
-    hidden: torch.Tensor
-    targets: torch.Tensor
-    weights: torch.Tensor
-
-
-def _unpacked(packed: torch.Tensor) -> _Tokens:
-    packed = packed.flatten(0, 1)
-    width = packed.size(1) - _BESIDE // packed.itemsize
-    words = packed[:, width:].contiguous().view(torch.int32)
-    weights = words[:, 1].contiguous().view(torch.float32)
-    return _Tokens(packed[:, :width], words[:, 0].long(), weights)
-
-
-class _Forward(NamedTuple):
-    """A microbatch of the last stage between F and B."""
-
-    hidden: torch.Tensor  # its output, with its graph
-    weights: torch.Tensor  # gradients of the losses of its rows, (sequence, micro batch, 1)
-
-
 class OutputWrapper(Wrapper):
     """Hands on the hidden states of a stage whose output layer is on all ranks."""
 
@@ -90,7 +58,9 @@ class OutputWrapper(Wrapper):
 
     def __init__(self, stage: ModelStage) -> None:
         super().__init__(stage)
-        self._forwards: dict[Key, _Forward] = {}
+        # by `key_of`, between F and B: output with its graph, and gradients of the losses of its
+        # rows, (sequence, micro batch, 1)
+        self._forwards: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
         # by microbatch: the program's loss function, and gradients of the losses of each slice
         self._loss_functions: dict[int, Any] = {}
         self._weights: dict[int, list[torch.Tensor]] = {}
@@ -106,8 +76,7 @@ class OutputWrapper(Wrapper):
         try:
             with torch.set_grad_enabled(saved):  # `call` may enable it
                 loss, num_tokens = inner(forward._replace(results=[]))
-                taken = shard.taken
-                assert taken is not None, 'the step has looked'
+                taken: Any = shard.taken
                 weights = self._gradient(taken.losses, loss)
         finally:
             shard.listening, shard.taken = False, None
@@ -119,7 +88,7 @@ class OutputWrapper(Wrapper):
         )
         packed = _packed(taken.hidden, targets, rows)
         if saved and not stage.call.arguments.forward_only:
-            self._forwards[key_of(p)] = _Forward(taken.hidden, rows[..., None])
+            self._forwards[key_of(p)] = taken.hidden, rows[..., None]
             stage.release(taken.hidden)
         return packed, num_tokens * 0
 
@@ -133,8 +102,7 @@ class OutputWrapper(Wrapper):
         if taken is None or made.output is not taken.losses:
             raise NotImplementedError(
                 'the output layer is on all pipeline ranks, so there are no logits: let '
-                'forward_step call the model with labels and return what it gives, '
-                f'{_DROP}'
+                f'forward_step call the model with labels and return what it gives, {DROP}'
             )
         self._loss_functions.setdefault(p.microbatch, made.whole)
         if not self.stage.call.arguments.forward_only:
@@ -145,62 +113,54 @@ class OutputWrapper(Wrapper):
         """Return the gradient of the losses of tokens; zeros where nothing trains."""
         if self.stage.call.arguments.forward_only:
             return torch.zeros_like(losses)
-        found = schedules.backward_step(losses, loss, None, *self.stage.context)
-        assert isinstance(found, torch.Tensor)
-        return found
+        return cast(Any, schedules.backward_step(losses, loss, None, *self.stage.context))
 
-    def backward(self, backward: Backward, inner: Callable[[Backward], MaybeTensor]) -> MaybeTensor:
+    def backward(self, backward: Backward, inner: Callable[[Backward], Any]) -> Any:
         if not self.stage.is_last:
             return inner(backward)
-        assert backward.gradient is not None, 'of its output'
         output, weights = self._forwards.pop(key_of(backward.p))
-        own = _own_part(backward.gradient, weights.size(0), shard_of(self.stage.model).tp)
-        return inner(backward._replace(output=output, gradient=(own * weights).to(own.dtype)))
+        gradient, count = cast(torch.Tensor, backward.gradient), weights.size(0)
+        group = shard_of(self.stage.model).tp
+        # the sum over tensor-parallel ranks, of which this one has `count` rows
+        if group.size() > 1 and gradient.size(0) == count:
+            dist.all_reduce(gradient, group=group)
+        elif group.size() > 1:
+            whole, gradient = gradient.contiguous(), gradient.new_empty(count, *gradient.shape[1:])
+            dist.reduce_scatter_tensor(gradient, whole, group=group)
+        own = (gradient * weights).to(gradient.dtype)
+        return inner(backward._replace(output=output, gradient=own))
 
     def report(self, microbatch: int, losses: torch.Tensor) -> None:
-        """Give the losses of tokens, (micro batch, sequence), to the program's loss function.
-
-        Raises:
-            NotImplementedError: their gradients are not those that shards have been told.
-        """
+        """Give the program losses of tokens, (micro batch, sequence); check their gradients."""
         loss_func = self._loss_functions.pop(microbatch)
         weights = torch.cat(self._weights.pop(microbatch), 1)
         stage, given = self.stage, self.stage.call.arguments
         losses.requires_grad_(not given.forward_only)
         loss, num_tokens = stage.forward_step(
-            lambda data, model: (losses, loss_func),
-            None,
-            None,
-            stage.call.results,
-            is_last_stage=True,
+            lambda data, model: (losses, loss_func), None, None, stage.call.results
         )
         stage.count(num_tokens)
         if given.forward_only:
             return
         differs = (self._gradient(losses, loss) != weights).any()
-        self._differs = differs if self._differs is None else self._differs | differs
+        self._differs = differs | self._differs if self._differs is not None else differs
         if microbatch == given.num_microbatches - 1 and bool(self._differs):
             raise NotImplementedError(
                 'the loss function is not linear in the losses of tokens, whose gradients shards '
                 'of the output layer need before the losses are known: weigh losses by what does '
-                f'not depend on them, {_DROP}'
+                f'not depend on them, {DROP}'
             )
 
 
 class Shards:
-    """S and T of this rank.
-
-    Args:
-        stages: of this rank, in the order of its chunks.
-        rows: of each slice: (its tokens, micro batch).
-    """
+    """S and T of this rank; `rows` are (its tokens, micro batch) of each slice."""
 
     def __init__(self, stages: Sequence[ModelStage], rows: Sequence[tuple[int, ...]]) -> None:
         self._stage, self._rows = stages[-1], rows
         last = next((stage for stage in stages if stage.is_last), None)
         self._loss = last and cast(OutputWrapper, last.wrappers[VOCABULARY])
         self._call: Call = self._stage.call
-        self._kept: dict[Key, tuple[Logits, torch.Tensor]] = {}
+        self._kept: dict[tuple, tuple[shards.Logits, torch.Tensor]] = {}  # by `key_of`
         self._losses: dict[int, list[torch.Tensor]] = {}  # by microbatch, of slices so far
 
     @property
@@ -215,36 +175,39 @@ class Shards:
         assert isinstance(packed, torch.Tensor)
         rows = self._rows[p.slice]
         if packed.size(0) != rows[0]:
-            packed = torch.cat(gathered(packed, shard.tp))
-        hidden, targets, weights = _unpacked(packed)
-        made, (away, there) = shard(hidden, targets=targets)
+            packed = torch.cat(shards.gathered(packed, shard.tp))
+        packed = packed.flatten(0, 1)  # a row a token
+        width = packed.size(1) - _BESIDE // packed.itemsize
+        words = packed[:, width:].contiguous().view(torch.int32)
+        weights = words[:, 1].contiguous().view(torch.float32)
+        made, (away, there) = shard(packed[:, :width], targets=words[:, 0].long())
         own = made.statistics
         self._kept[key_of(p)] = made, weights
 
         def part(statistics: Sequence[torch.Tensor]) -> torch.Tensor:
-            found = away * share(own, combined(statistics)) - there
+            found = away * shards.share(own, combined(statistics)) - there
             return found.to(away.dtype).view(*rows, -1)
 
-        return {STATISTICS: combined(gathered(own, shard.tp)), GRADIENT: part}  # pyright: ignore[reportReturnType]
+        return {STATISTICS: combined(shards.gathered(own, shard.tp)), GRADIENT: part}  # pyright: ignore[reportReturnType]
 
     def _weight_gradient(self, p: Pass, inputs: Inputs) -> Outputs:
         """T: the gradient of the shard, and on the rank of the loss the losses."""
         ((statistics,),) = inputs.values()
         made, weights = self._kept.pop(key_of(p))
         assert isinstance(statistics, tuple), 'of all ranks'
-        whole = combined(statistics)
+        whole, ends = combined(statistics), p.slice == len(self._rows) - 1
         if self._loss is not None:
             losses = losses_of(whole).view(self._rows[p.slice]).transpose(0, 1)
             self._losses.setdefault(p.microbatch, []).append(losses)
-            if p.slice == len(self._rows) - 1:
+            if ends:
                 self._loss.report(p.microbatch, torch.cat(self._losses.pop(p.microbatch), 1))
         given, shard = self._call.arguments, shard_of(self._stage.model)
         weight = shard.rows
         if given.forward_only or not weight.requires_grad:
             return {}
-        last = (p.microbatch, p.slice) == (given.num_microbatches - 1, len(self._rows) - 1)
-        last = last and not shard.is_tied  # J comes behind it
-        gradient = weight_gradient(made, whole, weights)
+        # of tied rows, J comes behind it
+        last = ends and p.microbatch == given.num_microbatches - 1 and not shard.is_tied
+        gradient = shards.weight_gradient(made, whole, weights)
         with self._stage.grad_sync(last):  # hooks of DDP see it as any other gradient
             weight.view_as(weight).backward(gradient)
         return {}
@@ -261,25 +224,9 @@ def _own_rows(rows: torch.Tensor, count: int, group: dist.ProcessGroup) -> torch
     return rows if rows.size(0) == count else rows.chunk(group.size())[group.rank()]
 
 
-def _own_part(gradient: torch.Tensor, count: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum over tensor-parallel ranks, of which this one has `count` rows."""
-    if group.size() == 1:
-        return gradient
-    if gradient.size(0) == count:
-        dist.all_reduce(gradient, group=group)
-        return gradient
-    own = gradient.new_empty(count, *gradient.shape[1:])
-    dist.reduce_scatter_tensor(own, gradient.contiguous(), group=group)
-    return own
-
-
 def require(models: Sequence[torch.nn.Module], arguments: Arguments) -> None:
-    """Raise for a model without shards, or a call for more than its losses.
-
-    Raises:
-        NotImplementedError: names what, and the cure.
-    """
-    layer, problem = getattr(models[-1], 'output_layer', None), None
+    """Raise NotImplementedError for a model without shards, or a call for more than its losses."""
+    layer = getattr(models[-1], 'output_layer', None)
     if arguments.collect_non_loss_data:
         problem = (
             'collect_non_loss_data: the output layer is on all ranks, and there is no output of '
@@ -290,8 +237,9 @@ def require(models: Sequence[torch.nn.Module], arguments: Arguments) -> None:
             f'the output layer of this {type(models[-1]).__name__} is not on all ranks: build a '
             'GPTModel or HybridModel, once megatron_zbpp.enable() has been called'
         )
-    if problem is not None:
-        raise NotImplementedError(f'{problem}, {_DROP}')
+    else:
+        return
+    raise NotImplementedError(f'{problem}, {DROP}')
 
 
 def exchanges(context: CallContext) -> dict[str, tuple[Message, ...]]:
@@ -317,7 +265,7 @@ class SplitVocabulary(Face):
     def patches(self) -> Iterator[Patch]:
         programs = self.session.programs
         both = EMBEDDING in programs.trained
-        return vocabulary_division.patches(programs.num_chunks, self.session.collective, both)
+        return shards.patches(programs.num_chunks, self.session.collective, both)
 
     def begin(self, context: CallContext) -> Wrap:
         require(context.chunks, context.arguments)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_zbpp.runtime import compat
+from megatron_zbpp.runtime.activations.copies import Engine
 from megatron_zbpp.runtime.activations.host_memory import PinningError
 
 HELD = 'held by others'
@@ -58,56 +59,25 @@ class Bytes:
         self.stayed[why] = self.stayed.get(why, 0) + nbytes
 
     @classmethod
-    def of_slices(cls, found: Iterable[Bytes]) -> Bytes:
+    def sum(cls, parts: Iterable[Bytes]) -> Bytes:
         """Return the bytes of all slices of a microbatch; slices share the bytes that stay."""
         whole = cls()
-        for own in found:
+        for own in parts:
             whole.moved += own.moved
             for why, nbytes in own.stayed.items():
                 whole.stayed[why] = max(nbytes, whole.stayed.get(why, 0))
         return whole
 
 
-class Engine(Protocol):
-    """Moves storages away and back: `copies.Copies`, `copies.Partner`."""
-
-    device: torch.device
-
-    def out(self, storages: Sequence[torch.UntypedStorage]) -> tuple[Any, Any]:
-        """Begin to move storages away; return the copy, and a mark of its end."""
-        ...
-
-    def back(self, left: Any, storages: Sequence[torch.UntypedStorage], /) -> Any:
-        """Begin to bring it back; return what tells when it has come."""
-        ...
-
-    def wait(self, mark: Any) -> None:
-        """Let later passes wait for `mark`."""
-
-    def allocate(self, nbytes: int) -> torch.UntypedStorage:
-        """Return memory for what comes back."""
-        ...
-
-    def free(self, left: Any, /) -> None:
-        """Forget a copy."""
-
-
 class SavedActivations:
-    """The saved tensors of one (stage, microbatch, slice).
-
-    Args:
-        copies: of the device.
-        staying: storages that stay, by their address: those of parameters.
-        shared: those of several passes, as they are when a tensor is saved.
-        small: memory of fewer elements stays.
-    """
+    """The saved tensors of one (stage, microbatch, slice)."""
 
     def __init__(
         self,
-        copies: Engine,
-        staying: Set[int],
-        small: int = SMALL,
-        shared: Sequence[Set[int]] = (),
+        copies: Engine,  # of the device
+        staying: Set[int],  # storages that stay, by their address: those of parameters
+        small: int = SMALL,  # memory of fewer elements stays
+        shared: Sequence[Set[int]] = (),  # storages of several passes, when a tensor is saved
     ) -> None:
         self._copies = copies
         self._staying = staying

@@ -20,7 +20,6 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -29,20 +28,46 @@ import torch
 
 from megatron_zbpp.runtime.activations.host_memory import Slabs, locked, require_room
 from megatron_zbpp.runtime.channels import Channels, Transfer
-from megatron_zbpp.runtime.key import Key
+from megatron_zbpp.runtime.stage import Key
 
 _ALIGNED = 512  # bytes: as the caching allocator of CUDA has them
+_MEASURED = 3  # copies both ways
 
 
-class Copies:
+class Engine:
+    """Moves storages of a device away and back."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device  # whose memory is freed
+
+    def out(self, storages: Sequence[torch.UntypedStorage]) -> tuple[Any, Any]:
+        """Begin to move storages away; return the copy, and a mark of its end."""
+        raise NotImplementedError
+
+    def back(self, left: Any, storages: Sequence[torch.UntypedStorage], /) -> Any:
+        """Begin to bring a copy back into storages; return a mark of the end."""
+        raise NotImplementedError
+
+    def wait(self, mark: Any) -> None:
+        """Let later passes wait for `mark`."""
+        raise NotImplementedError
+
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        """Return memory of the device, there for what computes from now on."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
+
+    def free(self, left: Any, /) -> None:
+        """Forget a copy."""
+
+
+class Copies(Engine):
     """The copy engines of a device: copies in one direction run in the order of their begin.
 
-    Args:
-        device: whose memory is freed; of the CPU, a copy is done when the call returns.
+    Of the CPU, a copy is done when the call returns.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        super().__init__(device)
         self._on_cuda = device.type == 'cuda'
         self._outward: Any = torch.cuda.Stream(device) if self._on_cuda else None
         self._inward: Any = torch.cuda.Stream(device) if self._on_cuda else None
@@ -60,16 +85,9 @@ class Copies:
             PinningError: there is no room on the host.
         """
         slab = self._slabs.take(sum(map(_room, storages)), self._new)
-        computed = self._mark()
-        with self._copying(self._outward):
-            self._wait(computed)
-            self._wait(self._read.pop(slab.data_ptr(), None))
-            at = 0
-            for storage in storages:
-                part = slab[at : at + storage.nbytes()]
-                part.copy_(bytes_of(storage, self.device), non_blocking=True)
-                at += _room(storage)
-            written = self._written[slab.data_ptr()] = self._mark()
+        written = self._written[slab.data_ptr()] = self._begin_copy(
+            True, self._read.pop(slab.data_ptr(), None), slab, storages
+        )
         return slab, written
 
     def back(self, slab: torch.Tensor, storages: Sequence[torch.UntypedStorage]) -> object:
@@ -78,18 +96,28 @@ class Copies:
         Returns:
             what tells when they have been written.
         """
-        allocated = self._mark()
-        with self._copying(self._inward):
-            self._wait(allocated)
-            self._wait(self._written.pop(slab.data_ptr(), None))
-            at = 0
-            for storage in storages:
-                part = slab[at : at + storage.nbytes()]
-                bytes_of(storage, self.device).copy_(part, non_blocking=True)
-                at += _room(storage)
-            read = self._read[slab.data_ptr()] = self._mark()
+        read = self._read[slab.data_ptr()] = self._begin_copy(
+            False, self._written.pop(slab.data_ptr(), None), slab, storages
+        )
         self.free(slab)
         return read
+
+    def _begin_copy(
+        self, outward: bool, before: object, slab: torch.Tensor, storages: Sequence[Any]
+    ) -> object:
+        """Begin a copy behind all that runs by now, and behind `before`; return its mark."""
+        begun, stream = self._mark(), self._outward if outward else self._inward
+        with torch.cuda.stream(stream) if self._on_cuda else contextlib.nullcontext():
+            self.wait(begun)
+            self.wait(before)
+            at = 0
+            for storage in storages:
+                there = slab[at : at + storage.nbytes()]
+                here = bytes_of(storage, self.device)
+                target, source = (there, here) if outward else (here, there)
+                target.copy_(source, non_blocking=True)
+                at += _room(storage)
+            return self._mark()
 
     def free(self, slab: torch.Tensor) -> None:
         """Take back a slab: the next copy into it comes behind earlier copies from it."""
@@ -99,24 +127,23 @@ class Copies:
         """Give memory of the host back that is of no use any more; the host waits where it does."""
         self._slabs.release()
 
-    def wait(self, mark: object) -> None:
+    def wait(self, mark: Any) -> None:
         """Let later passes wait for `mark`; never the host."""
-        self._wait(mark)
+        if mark is not None:
+            torch.cuda.current_stream(self.device).wait_event(mark)
 
-    def seconds_per_byte(self, times: int = 3) -> float | None:
+    def seconds_per_byte(self) -> float | None:
         """Return the time of one way to the host, as measured now; None: nothing has gone there.
 
-        To be called where nothing else is under way: the host waits.
-
-        Args:
-            times: both ways, of the largest slab that there is; the median counts.
+        It is the median of a few copies of the largest slab that there is, both ways. To be called
+        where nothing else is under way: the host waits.
         """
         size = self._slabs.largest
         if not size:
             return None
         storage = self.allocate(size)
         found = []
-        for _ in range(1 + times):  # the first may be slow
+        for _ in range(1 + _MEASURED):  # the first may be slow
             self._settle()
             start = time.perf_counter()
             slab, mark = self.out([storage])
@@ -130,10 +157,6 @@ class Copies:
         if self._on_cuda:
             torch.cuda.current_stream(self.device).synchronize()
 
-    def allocate(self, nbytes: int) -> torch.UntypedStorage:
-        """Return memory of the device, there for what computes from now on."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
-
     def _new(self, nbytes: int) -> torch.Tensor:
         """Return memory of the host that has not been there."""
         require_room(nbytes)
@@ -143,13 +166,6 @@ class Copies:
 
     def _mark(self) -> object:
         return torch.cuda.current_stream(self.device).record_event() if self._on_cuda else None
-
-    def _wait(self, mark: Any) -> None:
-        if mark is not None:
-            torch.cuda.current_stream(self.device).wait_event(mark)
-
-    def _copying(self, stream: Any) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(stream) if self._on_cuda else contextlib.nullcontext()
 
 
 def _room(storage: torch.UntypedStorage) -> int:
@@ -162,11 +178,11 @@ def bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tenso
     return flat.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload]
 
 
-class Partner:
-    """The partner that the bundles of this rank go to; begins copies as `Copies` does."""
+class Partner(Engine):
+    """The partner that the bundles of this rank go to: it sends them back, or forgets them, too."""
 
     def __init__(self, device: torch.device, channels: Channels, peer: int) -> None:
-        self.device = device
+        super().__init__(device)
         self._channels = channels
         self._peer = peer
 
@@ -182,15 +198,7 @@ class Partner:
         return self._channels.into(arriving, self._peer)
 
     def wait(self, mark: Transfer) -> None:
-        """Let later passes wait for `mark`."""
         mark.wait()
-
-    def allocate(self, nbytes: int) -> torch.UntypedStorage:
-        """Return memory of the device, there for what computes from now on."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
-
-    def free(self, left: object) -> None:
-        """Forget a bundle that has left: its keeper sends it back, or forgets it, too."""
 
 
 @dataclass(eq=False)

@@ -164,7 +164,8 @@ def locked(nbytes: int, device: torch.device, streams: Sequence[Any]) -> torch.T
     runtime: Any = torch.cuda.cudart()
     result = int(runtime.cudaHostRegister(slab.data_ptr(), nbytes, 0))
     if result != 0:
-        _forget_error(device)
+        with contextlib.suppress(RuntimeError):  # which the next call would raise
+            torch.ones((), device=device)
         raise PinningError(
             f'{nbytes / 2**20:.1f} MiB of host memory cannot be page-locked (CUDA error {result}): '
             'raise `ulimit -l`, give the job more memory, or offload fewer chunks'
@@ -177,8 +178,3 @@ def _unlock(runtime: Any, address: int, streams: Sequence[Any]) -> None:
     for stream in streams:
         stream.synchronize()
     runtime.cudaHostUnregister(address)
-
-
-def _forget_error(device: torch.device) -> None:
-    with contextlib.suppress(RuntimeError):
-        torch.ones((), device=device)

@@ -1,48 +1,46 @@
-"""The activation store: which passes' saved tensors are where, and how many bytes that is."""
+"""The activation store: which passes' saved tensors are where, and how many bytes that is.
+
+An executor moves tensors by `ActivationTransfers`, the passes and instructions of its program.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron_zbpp.analysis.program import Begin, Receive, Send
+from megatron_zbpp.ir import Pass
 from megatron_zbpp.runtime import compat
 from megatron_zbpp.runtime.activations.bundle import HELD, SMALL, Bytes, SavedActivations
-from megatron_zbpp.runtime.activations.copies import Copies, Keeping, Partner
+from megatron_zbpp.runtime.activations.copies import Copies, Engine, Keeping, Partner
 from megatron_zbpp.runtime.activations.host_memory import PinningError
 from megatron_zbpp.runtime.channels import Channels
-from megatron_zbpp.runtime.key import Key
 from megatron_zbpp.runtime.log import rank_log
+from megatron_zbpp.runtime.stage import Key, key_of
+from megatron_zbpp.runtime.tables import BACK, FETCHED, OUT, SENT, Tables
 
 _MUCH = 0.1  # of what was to leave
 
 
 class ActivationStore:
-    """Bundles of passes, by their keys, from F to B: on the device, the host or a partner.
-
-    Args:
-        device: whose memory is freed.
-        say: tells the user.
-        small: tensors of fewer elements stay; default: where a copy costs more than it frees.
-        copies: the copy engine of the device; default: its own.
-    """
+    """Bundles of passes, by their keys, from F to B: on the device, the host or a partner."""
 
     def __init__(
         self,
-        device: torch.device,
-        say: Callable[[str], None] | None = None,
-        small: int | None = None,
-        copies: Copies | None = None,
+        device: torch.device,  # whose memory is freed
+        say: Callable[[str], None] | None = None,  # tells the user
+        small: int | None = None,  # tensors of fewer elements stay; None: as SMALL says
+        copies: Copies | None = None,  # the copy engine of the device; None: its own
     ) -> None:
         # what this rank keeps for its partner; None: none has joined
         self.keeping: Keeping | None = None
         self._channels: Channels | None = None
-        self._copies = Copies(device) if copies is None else copies
+        self._copies, self._small = copies or Copies(device), SMALL if small is None else small
         self._say = say or rank_log.warning
-        self._small = SMALL if small is None else small
         self._staying: frozenset[int] = frozenset()
         self._shared: Sequence[Set[int]] = ()
         self._latest: dict[int, dict[int, Bytes]] = {}  # by stage and slice
@@ -59,7 +57,7 @@ class ActivationStore:
     @property
     def bytes(self) -> dict[int, Bytes]:
         """Bytes that each stage moved in its latest pass that left, summed over slices."""
-        return {stage: Bytes.of_slices(own.values()) for stage, own in self._latest.items()}
+        return {stage: Bytes.sum(own.values()) for stage, own in self._latest.items()}
 
     def copy_times(self) -> dict[int, float]:
         """Return seconds of one way of an activation to the host, by stage, as measured now."""
@@ -117,7 +115,7 @@ class ActivationStore:
             received: the stage's input, whose memory goes, too; its holder keeps it until B.
             partner: who keeps it; None: the host.
         """
-        engine = self._copies
+        engine: Engine = self._copies
         if partner is not None:
             assert self._channels is not None, 'programs for partners come with channels to them'
             engine = Partner(self._copies.device, self._channels, partner)
@@ -155,7 +153,7 @@ class ActivationStore:
             self._bundles[key].arrived()
 
     @contextmanager
-    def using(self, key: Key) -> Iterator[None]:
+    def during_backward(self, key: Key) -> Iterator[None]:
         """Enter the backward of a pass, which needs it; forget it then."""
         bundle = self._bundles.get(key)
         if bundle is None:
@@ -187,3 +185,68 @@ class ActivationStore:
             self.keeping.drop()
             self._channels.finish()
         self.clear()
+
+    def transfers(self, tables: Tables) -> ActivationTransfers:
+        """Return the transfers of one iteration of a program."""
+        return ActivationTransfers(tables, self)
+
+
+class ActivationTransfers:
+    """The transfers of one iteration on one rank."""
+
+    def __init__(self, tables: Tables, store: ActivationStore) -> None:
+        # the send or receive of what was saved that this rank waits for, while it does
+        self.waits: Send | Receive | None = None
+        self.store = store
+        self._sent, self._fetched = tables.sent, tables.fetched
+        # of each kind of pass that moves something
+        self.actions: dict[str, Callable[[Pass, object], None]] = {
+            OUT: self._leave,
+            BACK: lambda p, _: store.begin_back(key_of(p)),
+            SENT: self._leave,
+            FETCHED: lambda p, _: None,  # the receive in front of it has taken the memory
+        }
+
+    def held(self, saved: Collection[Key]) -> int:
+        """Return how many activations this rank keeps for its partner, less those that are away.
+
+        `saved` are those that count: not the input, which is away, of a forward that runs again.
+        """
+        return self.store.kept - sum(key in saved for key in self.store.away)
+
+    def packing(self, key: Key, received: torch.Tensor | None) -> AbstractContextManager[None]:
+        """Enter the forward of a pass that leaves; its input leaves, too."""
+        sent = self._sent.get(key)
+        return self.store.packing(key, received, None if sent is None else sent.peer)
+
+    def wait_until_loaded(self, key: Key) -> None:
+        """Let later passes wait until the saved activations of a pass are back."""
+        self.waits = self._fetched.get(key)
+        self.store.arrived(key)
+        self.waits = None
+
+    def begin(self, instruction: Begin) -> None:
+        """Begin to copy out to the host."""
+        self.store.begin_out(key_of(instruction.leaving))
+
+    def transfer(self, i: Send | Receive) -> None:
+        """Begin to send or to receive saved activations: of this rank, or of its partner."""
+        key = key_of(i.consumer)
+        if i == self._sent.get(key):
+            self.store.begin_out(key)
+        elif i == self._fetched.get(key):
+            self.store.begin_back(key)
+        else:
+            keeping = self.store.keeping
+            assert keeping is not None, 'programs for partners come with channels to them'
+            self.waits = i
+            if isinstance(i, Receive):
+                keeping.keep(key, i.peer)
+            else:
+                keeping.give_back(key)
+            self.waits = None
+
+    def _leave(self, p: Pass, _: object) -> None:
+        self.waits = self._sent.get(key_of(p))
+        self.store.leave(key_of(p))
+        self.waits = None

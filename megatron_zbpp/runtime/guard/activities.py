@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Hashable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ def is_distributed(call: traceback.FrameSummary) -> bool:
 
 
 def is_library(call: traceback.FrameSummary) -> bool:
-    """Return whether a call is of Python or torch, which tell little of the activity."""
+    """Return True if a call is of Python or torch, which tell little of the activity."""
     installed = any(name in call.filename for name in ('site-packages', 'dist-packages'))
     name = 'torch' if installed else 'Python'
     return call.filename.startswith(_FOLDERS[name])
@@ -82,7 +82,8 @@ class Tracker:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._ended = 0  # passes known to have ended on the device
-        self._sliced = any(isinstance(i, Pass) and i.slice for i in executor.program)
+        # a pass alone does not tell if its slice 0 is one of several
+        self._has_parts = any(isinstance(i, Pass) and i.slice for i in executor.program)
 
     def position(self) -> Position:
         """Now; cheap, and never waits for the device."""
@@ -97,7 +98,7 @@ class Tracker:
         else:
             current, awaiting = executor.current, executor.awaiting
         waits = self._receive(current) if current and awaiting else executor.channels.leaving
-        waits = waits or executor.moves.waits
+        waits = waits or (executor.transfers and executor.transfers.waits)
         return Position(ended, current, waits)
 
     def _receive(self, consumer: Pass) -> Receive | Exchange | None:
@@ -171,18 +172,15 @@ class Tracker:
         return f'{p.kind} {self._unit(p)}'
 
     def _unit(self, p: Pass) -> str:
-        """Return where in the model a pass is, and of what: its slice, too, where there are some.
-
-        Of a pass alone one cannot tell whether its slice 0 is one of several.
-        """
-        part = f' slice {p.slice}' if self._sliced else ''
+        """Return stage and microbatch of a pass, and its slice where sequences are sliced."""
+        part = f' slice {p.slice}' if self._has_parts else ''
         return f'stage {p.stage} microbatch {p.microbatch}{part}'
 
     def _rank(self, rank: int) -> str:
         return f'pipeline rank {rank} (global rank {self._executor.channels.ranks[rank]})'
 
 
-class Activity(Protocol):
+class Activity:
     """An activity of the main thread that must not take forever."""
 
     def ended(self) -> None:
@@ -190,22 +188,22 @@ class Activity(Protocol):
 
     def beat(self) -> Hashable:
         """Return something that changes with each step; None when all is over. Never wait."""
-        ...
+        raise NotImplementedError
 
     def lost(self) -> bool:
-        """Return whether another rank has died before its end, as far as this one has heard."""
-        ...
+        """Return True if another rank has died that the main thread is not told of."""
+        return False
 
     def standing(self) -> dict[str, str]:
         """Return the position in words, by heading: `now`, `waits for`, and others."""
-        ...
+        raise NotImplementedError
 
     def waits(self) -> tuple[int, ...]:
-        """Return the global ranks that the activity waits for."""
-        ...
+        """Return the global ranks that the activity waits for; here all but this one."""
+        return tuple(rank for rank in range(dist.get_world_size()) if rank != dist.get_rank())
 
 
-class Collective:
+class Collective(Activity):
     """A collective call of the pipeline's ranks."""
 
     def __init__(self, what: str) -> None:
@@ -217,58 +215,12 @@ class Collective:
     def beat(self) -> Hashable:
         return self._what
 
-    def lost(self) -> bool:
-        return False  # the main thread is told
-
     def standing(self) -> dict[str, str]:
         waits = 'the other ranks of the pipeline to come there'
         return {'now': f'{self._what}', 'waits for': waits}
 
-    def waits(self) -> tuple[int, ...]:
-        return _others()
 
-
-class Passes:
-    """One iteration of `executor`, or what reports call `part_of`, to its end on all ranks.
-
-    A rank that is done tells the others by a reduction on `group` that nobody waits for: until it
-    ends, a rank that stops in its cool-down would be missed by those that have no more passes.
-    """
-
-    def __init__(self, executor: Executor, group: Any, part_of: str | None = None) -> None:
-        self._tracker, self._part_of = Tracker(executor), {'part of': part_of} if part_of else {}
-        self._group = group
-        self._all_done: dist.Work | None = None
-
-    def ended(self) -> None:
-        self._all_done = self._group.allreduce([torch.zeros(1, device='cpu')])
-
-    def beat(self) -> Hashable:
-        over = self._heard() is not None and not self.lost() and self._tracker.complete
-        return None if over else self._tracker.position()
-
-    def _heard(self) -> dist.Work | None:
-        work = self._all_done
-        return work if work is not None and work.is_completed() else None
-
-    def lost(self) -> bool:
-        work = self._heard()
-        if work is None:
-            return False
-        try:
-            work.wait()  # completed: it does not wait, but raise
-        except RuntimeError:
-            return True
-        return False
-
-    def standing(self) -> dict[str, str]:
-        return self._tracker.standing() | self._part_of
-
-    def waits(self) -> tuple[int, ...]:
-        return self._tracker.waits()
-
-
-class Forwards:
+class Forwards(Activity):
     """The forwards that `executor` runs ahead: its own part ends it."""
 
     def __init__(self, executor: Executor) -> None:
@@ -281,9 +233,6 @@ class Forwards:
     def beat(self) -> Hashable:
         return None if self._over else self._tracker.position()
 
-    def lost(self) -> bool:
-        return False  # the main thread is told
-
     def standing(self) -> dict[str, str]:
         return self._tracker.standing()
 
@@ -291,20 +240,50 @@ class Forwards:
         return self._tracker.waits()
 
 
-class Pause:
+class Passes(Forwards):
+    """One iteration of `executor`, or what reports call `part_of`, to its end on all ranks.
+
+    A rank that is done tells the others by a reduction on `group` that nobody waits for: until it
+    ends, a rank that stops in its cool-down would be missed by those that have no more passes.
+    """
+
+    def __init__(self, executor: Executor, group: Any, part_of: str | None = None) -> None:
+        super().__init__(executor)
+        self._part_of = {'part of': part_of} if part_of else {}
+        self._group = group
+        self._all_done: dist.Work | None = None
+
+    def ended(self) -> None:
+        self._all_done = self._group.allreduce([torch.zeros(1, device='cpu')])
+
+    def beat(self) -> Hashable:
+        work = self._all_done
+        heard = work is not None and work.is_completed()
+        over = heard and not self.lost() and self._tracker.complete
+        return None if over else self._tracker.position()
+
+    def lost(self) -> bool:
+        work = self._all_done
+        if work is None or not work.is_completed():
+            return False
+        try:
+            work.wait()  # completed: it does not wait, but raise
+        except RuntimeError:
+            return True
+        return False
+
+    def standing(self) -> dict[str, str]:
+        return super().standing() | self._part_of
+
+
+class Pause(Activity):
     """A pause between two other activities, of which we know nothing but the calls."""
 
     def __init__(self, thread: int) -> None:
         self._thread = thread
 
-    def ended(self) -> None:
-        """Let another activity begin, which is looked at instead."""
-
     def beat(self) -> Hashable:
         return self
-
-    def lost(self) -> bool:
-        return False  # the main thread is told
 
     def standing(self) -> dict[str, str]:
         calls = calls_of(self._thread)
@@ -316,9 +295,4 @@ class Pause:
         return {'now': f'between passes, in {words(caller)}', 'waits for': waits}
 
     def waits(self) -> tuple[int, ...]:
-        return _others() if is_distributed(calls_of(self._thread)[0]) else ()
-
-
-def _others() -> tuple[int, ...]:
-    """Return all ranks of the job but this one."""
-    return tuple(rank for rank in range(dist.get_world_size()) if rank != dist.get_rank())
+        return super().waits() if is_distributed(calls_of(self._thread)[0]) else ()

@@ -35,11 +35,13 @@ def comparable_flags(flags: Mapping[str, object]) -> dict[str, object]:
 
     What a rank has for itself is left out: its number, and paths, which hosts may have elsewhere.
     """
-    return {
-        name: value
-        for name, value in flags.items()
-        if _is_plain(value) and not _OWN.search(name) and not _has_path(value)
-    }
+    found = {}
+    for name, value in flags.items():
+        values = value if isinstance(value, list | tuple) else (value,)
+        has_path = any(isinstance(entry, str) and os.sep in entry for entry in values)
+        if _is_plain(value) and not _OWN.search(name) and not has_path:
+            found[name] = value
+    return found
 
 
 # flags that say who a rank is, or where it finds and leaves files
@@ -52,11 +54,6 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str | Enum)
-
-
-def _has_path(value: object) -> bool:
-    values = value if isinstance(value, list | tuple) else (value,)
-    return any(isinstance(entry, str) and os.sep in entry for entry in values)
 
 
 def gather(settings: Mapping[str, object], group: dist.ProcessGroup) -> dict[int, dict[str, str]]:

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -57,10 +58,7 @@ class RankStatus:
 
 
 def find_culprit(
-    rank: int,
-    said: Mapping[int, RankStatus],
-    answering: Collection[int],
-    stalled: float = inf,
+    rank: int, said: Mapping[int, RankStatus], answering: Collection[int], stalled: float = inf
 ) -> str:
     """Return one line: the rank at fault, and the ranks that wait for each other.
 
@@ -127,18 +125,14 @@ class Heartbeats:
         self._keeps = rank in (0, size - 1)
         self._statement = RankStatus('before its first pass')
         self._ended = threading.Event()
-        common = _StatusStore('the common store', rank, size, self._latest, _common)
-        spare = _StatusStore(
-            'the spare store',
-            rank,
-            size,
-            self._latest,
-            lambda: _spare(rank, size, common, self._ended),
+        store = partial(_StatusStore, rank=rank, size=size, latest=lambda: self._statement)
+        # a connection of its own to the ranks' store: a call on another's may wait for it
+        common = store(
+            'the common store',
+            opened=lambda: PrefixStore(_PREFIX, compat.another_client(compat.default_store())),
         )
+        spare = store('the spare store', opened=lambda: _spare(rank, size, common, self._ended))
         self._boards = common, spare
-
-    def _latest(self) -> RankStatus:
-        return self._statement
 
     def meet(self) -> None:
         """Wait for the stores, so that whoever dies from now on is named; not for long."""
@@ -176,9 +170,6 @@ class Heartbeats:
                 break
             if line:
                 return line
-        return self._heard()
-
-    def _heard(self) -> str:
         return next((board.finding for board in self._boards if board.finding), _GONE)
 
     def wait_for_queries(self) -> None:
@@ -196,23 +187,15 @@ class _Question(NamedTuple):
 
 
 class _StatusStore:
-    """One store, and the thread that writes there, answers and asks.
-
-    Args:
-        name: of the thread.
-        rank: this one in the world.
-        size: ranks of the world.
-        latest: returns the latest statement of this rank.
-        opened: returns the store; None: there is none.
-    """
+    """One store, and the thread that writes there, answers and asks."""
 
     def __init__(
         self,
-        name: str,
-        rank: int,
-        size: int,
-        latest: Callable[[], RankStatus],
-        opened: Callable[[], Store | None],
+        name: str,  # of the thread
+        rank: int,  # this one in the world
+        size: int,  # ranks of the world
+        latest: Callable[[], RankStatus],  # returns the latest statement of this rank
+        opened: Callable[[], Store | None],  # returns the store; None: there is none
     ) -> None:
         self._rank, self._size, self._latest, self._opened = rank, size, latest, opened
         self._written: RankStatus | None = None
@@ -291,15 +274,12 @@ _PREFIX = 'megatron_zbpp heartbeats'
 _served: compat.TCPStore | None = None  # as long as the process lives: others may still ask
 
 
-def _common() -> Store:
-    """Return a connection of its own to the ranks' store: a call on another's may wait for it."""
-    return PrefixStore(_PREFIX, compat.another_client(compat.default_store()))
-
-
 def _spare(rank: int, size: int, common: _StatusStore, ended: threading.Event) -> Store | None:
     global _served
-    server = compat.tcp_store(compat.default_store())
-    if server is None or size == 1:
+    server = compat.default_store()
+    while isinstance(server, PrefixStore):  # a view of the one that is served somewhere
+        server = server.underlying_store
+    if not isinstance(server, compat.TCPStore) or size == 1:
         return None
     while common.store is None or not (rank == size - 1 or common.store.check(['spare'])):
         if ended.wait(_SOON) or not common.thread.is_alive():
@@ -307,18 +287,14 @@ def _spare(rank: int, size: int, common: _StatusStore, ended: threading.Event) -
     if rank == size - 1:
         served = _served if common.store.check(['spare']) else None
         if served is None:  # nor is one left of an earlier training of these ranks
-            host = _address_towards(server.host, server.port)
+            # the address of this host on its way to the other one; nothing is sent
+            there = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(*there[:2]) as probe:
+                probe.connect(there[-1])
+                host = probe.getsockname()[0]
             served = _served = compat.TCPStore(host, 0, is_master=True, wait_for_workers=False)
             common.store.set('spare', f'{served.port} {host}')
         return PrefixStore(_PREFIX, served)
     port, _, host = common.store.get('spare').decode().partition(' ')
     spare = compat.TCPStore(host, int(port), timeout=_MEET, wait_for_workers=False)
     return PrefixStore(_PREFIX, spare)
-
-
-def _address_towards(host: str, port: int) -> str:
-    """Return the address of this host on its way to another one; nothing is sent."""
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        return probe.getsockname()[0]

@@ -41,6 +41,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from megatron_zbpp.runtime import compat
 from megatron_zbpp.runtime.executor import Executor
+from megatron_zbpp.runtime.guard import Unwatched
 from megatron_zbpp.runtime.guard.activities import (
     Activity,
     Collective,
@@ -74,11 +75,6 @@ def end_with_parent() -> None:
     if _installed or not sys.platform.startswith('linux'):
         return
     _installed = True
-    _bind_forked()
-    _bind_spawned()
-
-
-def _bind_forked() -> None:
     libc = ctypes.CDLL(None, use_errno=True)  # loaded before a fork: a child may not load
 
     def before() -> None:
@@ -93,9 +89,6 @@ def _bind_forked() -> None:
             os._exit(_KILLED)
 
     os.register_at_fork(before=before, after_in_child=after_in_child)
-
-
-def _bind_spawned() -> None:
     original = spawn.get_command_line
 
     @functools.wraps(original)
@@ -130,7 +123,7 @@ class Termination:
         os.register_at_fork(after_in_child=self._give_back)
 
     def wait(self, seconds: float) -> bool:
-        """Return whether SIGTERM comes within `seconds`, not for a handler set after ours."""
+        """Return True if SIGTERM comes within `seconds`, not for a handler set after ours."""
         ready, _, _ = select.select([self._reader], [], [], seconds)
         if not ready:
             return False
@@ -183,23 +176,30 @@ class _Watch(NamedTuple):
     heartbeats: Heartbeats  # tell the other ranks
 
 
-class Watchdog:
+class Watchdog(Unwatched):
     """Watches one process.
 
     Args:
         timeout: seconds without a step forward after which the process is ended (an eighth more at
-            most); 0: watches nothing. Choose several times what an iteration takes: a rank that
-            waits for others makes no step meanwhile.
+            most). Choose several times what an iteration takes: a rank that waits for others makes
+            no step meanwhile.
+        pause_timeout: the same for a pause between what is watched; 0: any time; None: ten
+            timeouts, and not less than ten minutes.
 
     Raises:
-        ValueError: `timeout` is negative.
+        ValueError: one of them is negative.
     """
 
-    def __init__(self, timeout: float = 0) -> None:
+    def __init__(self, timeout: float, pause_timeout: float | None = None) -> None:
         if timeout < 0:
             raise ValueError(f'watchdog timeout {timeout} is negative: give seconds, or 0 for none')
-        self.timeout = timeout
-        self._pause_timeout = max(10 * timeout, _PAUSE)
+        if pause_timeout is None:
+            pause_timeout = max(10 * timeout, _PAUSE)
+        if pause_timeout < 0:
+            raise ValueError(
+                f'watchdog pause timeout {pause_timeout} is negative: give seconds, or 0'
+            )
+        self.timeout, self._pause_timeout = timeout, pause_timeout
         self._activity: Activity | None = None
         self._pause: Pause | None = None  # since the activity is over
         self._failed = self._reported = False
@@ -211,28 +211,11 @@ class Watchdog:
         self._rank = self._watched = 0  # global rank; identity of the thread
         self._device: int | None = None  # that the main thread computes on
 
-    def limit_pauses(self, seconds: float) -> None:
-        """Set how long a pause may last, before anything is watched; 0: any time.
-
-        What is set otherwise is ten timeouts, and not less than ten minutes.
-
-        Raises:
-            ValueError: `seconds` is negative.
-        """
-        if seconds < 0:
-            raise ValueError(f'watchdog pause timeout {seconds} is negative: give seconds, or 0')
-        self._pause_timeout = seconds
-
     def collective(self, what: str) -> AbstractContextManager[None]:
-        """Watch the main thread in a collective call of the pipeline's ranks."""
         return self._watching(Collective(what))
 
     @contextmanager
     def passes(self, executor: Executor, part_of: str | None = None) -> Iterator[None]:
-        """Watch passes, of an iteration or `part_of` else. A collective for a pipeline's first."""
-        if not self.timeout:
-            yield
-            return
         pp_group = executor.channels.pp_group
         if pp_group not in self._groups:
             with self.collective('connecting the watchdogs of the pipeline'):
@@ -243,7 +226,6 @@ class Watchdog:
             yield
 
     def forwards(self, executor: Executor) -> AbstractContextManager[None]:
-        """Watch what `executor` runs ahead."""
         return self._watching(Forwards(executor))
 
     @contextmanager
@@ -253,9 +235,6 @@ class Watchdog:
         No pipeline goes on after one, and leaving it may hang too. What was watched before, and is
         not over on all ranks, is watched again behind it.
         """
-        if not self.timeout:
-            yield
-            return
         before = self._activity
         self._activity, self._failed, self._reported = activity, False, False
         if torch.cuda.is_initialized():
@@ -273,7 +252,6 @@ class Watchdog:
             raise
 
     def stop(self) -> None:
-        """End watching, unless something failed: then the process is still to end in time."""
         atexit.unregister(self.stop)
         watch, activity = self._watch, self._activity
         if watch is None or activity is None or self._failed:
@@ -349,7 +327,7 @@ class Watchdog:
         if not failed:
             self._report(why, stack=True)
         elif why != 'SIGTERM' or not self._reported:
-            _write([f'{self._title}: ended after its failure ({why})'])
+            self._write([f'ended after its failure ({why})'])
         with self._reporting:  # of the main thread, to its end
             sys.stdout.flush()
 
@@ -368,15 +346,17 @@ class Watchdog:
                 own = replace(own, waits=(), failure=why)
             own = replace(own, ending=True)
             stalled = self._stalled if error is None else inf
-            _write([f'{self._title}: {why}', *lines, watch.heartbeats.find_culprit(own, stalled)])
+            self._write([why, *lines, watch.heartbeats.find_culprit(own, stalled)])
             watch.heartbeats.wait_for_queries()
 
     def _statement(self, activity: Activity) -> RankStatus:
         return RankStatus(activity.standing()['now'], activity.waits(), self._stalled)
 
-    @property
-    def _title(self) -> str:
-        return f'pipeline watchdog: global rank {self._rank} on {platform.node()}'
+    def _write(self, lines: list[str]) -> None:
+        """Write the text at once, so that the blocks of several ranks do not mix."""
+        title = f'pipeline watchdog: global rank {self._rank} on {platform.node()}: '
+        sys.stderr.flush()
+        os.write(_STDERR, (title + '\n  '.join(lines) + '\n').encode())
 
 
 def _lost(activity: Activity) -> bool:
@@ -399,9 +379,3 @@ def _host_group(pp_group: dist.ProcessGroup, timeout: float) -> dist.ProcessGrou
     store = PrefixStore(f'watchdog {name[0]}', compat.default_store())
     rank, size = dist.get_rank(pp_group), dist.get_world_size(pp_group)
     return dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=timeout))
-
-
-def _write(lines: list[str]) -> None:
-    """Write the text at once, so that the blocks of several ranks do not mix."""
-    sys.stderr.flush()
-    os.write(_STDERR, ('\n  '.join(lines) + '\n').encode())

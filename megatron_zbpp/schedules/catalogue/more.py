@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-from megatron_zbpp.schedules.catalogue.recommended import SLOTTED_BUBBLE
-from megatron_zbpp.schedules.construct.phases import even_groups
-from megatron_zbpp.schedules.registry import ANY, TWO, Family, Formula, Sizes
+from functools import partial
 
-_SEQ1F1B_MEMORY = Formula('(p+n-1)/n', lambda at: min((at.p + at.n - 1) / at.n, at.m))
+from megatron_zbpp.schedules.catalogue.recommended import SLOTTED_BUBBLE, interleaved_peak
+from megatron_zbpp.schedules.construct.phases import even_groups, gis_h_group
+from megatron_zbpp.schedules.registry import Family, Formula, Sizes, filled, filled_evenly, steady
 
-
-def _bpipe_peak(at: Sizes) -> float:
-    """Return ceil((p+2)/2) activations, and n-1 further slices of n."""
-    return min(((at.p + 3) // 2 + at.n - 1) / at.n, at.m) if at.p > 1 else 1
-
-
-def _v_min_bubble(at: Sizes) -> float:
-    return (4 * at.p - (5 if at.p % 3 else 7)) / 2 * at.F
-
-
-def _half(num_ranks: int) -> int:
-    """Return the group size of GIS-H."""
-    return (num_ranks + 1) // 2
+_sliced = partial(
+    Family,
+    memory=Formula('(p+n-1)/n', lambda at: min((at.p + at.n - 1) / at.n, at.m)),
+    options=('num_slices',),
+    techniques=('slices',),
+)
 
 
 def _gis_peak(at: Sizes, size: int) -> float:
     """Return ((v-1)g + p)/v, where g is the largest of even groups of at least `size`."""
     return ((at.v - 1) * even_groups(at.m, size)[0] + at.p) / at.v
-
-
-def _gis_h_bubble(at: Sizes) -> float:
-    short = (at.p - _half(at.p)) * (at.v - 1) * (at.F + at.B - at.W)
-    return ((at.p - 1) * (at.F + at.B) + short) / at.v
-
-
-def _sliced_peak(at: Sizes) -> float:
-    """Return the activations on rank 0, in groups of whole microbatches, of p slices or more."""
-    largest = at.n * even_groups(at.m, -(-at.p // at.n))[0]
-    stride = 2 if at.v > 1 else 1
-    return min(at.m, ((at.v - 1) * largest + at.n + stride * (at.p - 1)) / (at.n * at.v))
 
 
 ROWS = (
@@ -82,10 +63,16 @@ ROWS = (
     ),
     Family(
         'bpipe',
-        'techniques.evict.place:b_pipe',
+        'techniques.evict:b_pipe',
         summary='1F1B whose first ranks keep activations on the last ones, which have room',
         bubble=Formula('(p-1)(F+B+W)', lambda at: (at.p - 1) * at.S),
-        memory=Formula('floor((p+3)/2)', _bpipe_peak, lambda at: at.n == 1, at_most=True),
+        # ceil((p+2)/2), and n-1 further slices of n
+        memory=Formula(
+            'floor((p+3)/2)',
+            lambda at: min(((at.p + 3) // 2 + at.n - 1) / at.n, at.m) if at.p > 1 else 1,
+            lambda at: at.n == 1,
+            at_most=True,
+        ),
         source='BPipe, ICML 2023',
         when='links within a pair are fast and memory is what limits; it promises no speed.',
         aliases=('memory-balanced-pipeline',),
@@ -96,9 +83,7 @@ ROWS = (
         'breadth-first',
         'loops:breadth_first',
         summary='chunk by chunk through all microbatches, for FSDP',
-        bubble=Formula(
-            '(p-1)(F+B+W)/v', lambda at: (at.p - 1) * at.S / at.v, lambda at: at.m >= at.p
-        ),
+        bubble=Formula('(p-1)(F+B+W)/v', lambda at: (at.p - 1) * at.S / at.v, filled),
         memory=Formula('m', lambda at: at.m),
         source='Breadth-First Pipeline Parallelism, arXiv 2211.05953, section 4',
         when=(
@@ -107,13 +92,11 @@ ROWS = (
             'For anything else `interleaved` has the same bubble in less memory.'
         ),
         aliases=('LoopedBFS', 'ScheduleLoopedBFS', 'BFPP'),
-        chunks=ANY,
-        default_chunks=2,
         options=('num_chunks',),
     ),
     Family(
         'zb-h2',
-        'zb_h:zb_h2',
+        'zero_bubble:zb_h2',
         summary='no bubble in any window, for twice the memory; needs post-validation',
         bubble=Formula(
             '(p-1)(F+B-2W)',
@@ -133,11 +116,7 @@ ROWS = (
         'zb-1p',
         'zb_auto:zb_1p',
         summary='automatic order for measured times, in the memory of 1F1B',
-        bubble=Formula(
-            '(p-1)(F+B-W)',
-            lambda at: (at.p - 1) * (at.F + at.B - at.W),
-            lambda at: at.m >= 2 * at.p and at.equal,
-        ),
+        bubble=Formula('(p-1)(F+B-W)', lambda at: (at.p - 1) * (at.F + at.B - at.W), steady),
         memory=Formula('p, or the limit', lambda at: min(at.p, at.m)),
         source='Zero Bubble, arXiv 2401.10241, section 3.1',
         when=(
@@ -153,8 +132,8 @@ ROWS = (
         summary='(p+4)/3 of the p activations of 1F1B, on a V placement; poor where F, B, W differ',
         bubble=Formula(
             'at most (4p-5)F/2 (F=B=W)',
-            _v_min_bubble,
-            lambda at: at.m >= 2 * at.p and at.equal,
+            lambda at: (4 * at.p - (5 if at.p % 3 else 7)) / 2 * at.F,
+            steady,
             at_most=True,
         ),
         memory=Formula('floor((p+4)/3)', lambda at: min((at.p + 4) // 3, at.m)),
@@ -168,39 +147,26 @@ ROWS = (
         ),
         aliases=('min',),
         placement='v',
-        chunks=TWO,
-        default_chunks=2,
-        min_ranks=2,
     ),
     Family(
         '1f1b-v',
         'v_controlled:v_1f1b',
         summary='1F1B on a V placement: less memory without the B/W split',
         bubble=Formula(
-            'at most (5p-5)F/2 (F=B=W)',
-            lambda at: 5 * (at.p - 1) / 2 * at.F,
-            lambda at: at.m >= 2 * at.p and at.equal,
-            at_most=True,
+            'at most (5p-5)F/2 (F=B=W)', lambda at: 5 * (at.p - 1) / 2 * at.F, steady, at_most=True
         ),
         memory=Formula('floor(2p/3)+1', lambda at: min(2 * at.p // 3 + 1, at.m)),
         source='Controllable Memory, arXiv 2405.15362, appendix',
         when='the backward cannot be split, and memory counts. Else `v-half` has less of both.',
         aliases=('v-1f1b',),
         placement='v',
-        chunks=TWO,
-        default_chunks=2,
-        min_ranks=2,
     ),
     Family(
         'gis',
         'loops:gis',
         summary='interleaved with B sent before W, in the memory of 1F1B',
-        bubble=Formula(
-            '(p-1)(F+B)/v',
-            lambda at: (at.p - 1) * (at.F + at.B) / at.v,
-            lambda at: at.m >= at.p and at.equal,
-        ),
-        memory=Formula('p', lambda at: _gis_peak(at, at.p), lambda at: at.m >= at.p),
+        bubble=Formula('(p-1)(F+B)/v', lambda at: (at.p - 1) * (at.F + at.B) / at.v, filled_evenly),
+        memory=Formula('p', lambda at: _gis_peak(at, at.p), filled),
         source='PipeOffload, arXiv 2503.01328',
         when=(
             'instead of `interleaved` where the backward can be split: less memory and less '
@@ -208,8 +174,6 @@ ROWS = (
             'it is that no W waits, which is simpler to offload and to account for.'
         ),
         aliases=('group-interleaved-1f1b', 'grouped-interleaving'),
-        chunks=ANY,
-        default_chunks=2,
         options=('num_chunks',),
     ),
     Family(
@@ -218,24 +182,26 @@ ROWS = (
         summary='interleaved in groups of half the size, towards half the memory',
         bubble=Formula(
             '((p-1)(F+B) + (p-g)(v-1)(F+B-W))/v, g = ceil(p/2)',
-            _gis_h_bubble,
-            lambda at: at.m >= at.p and at.m % _half(at.p) == 0 and at.equal,
+            lambda at: (
+                (
+                    (at.p - 1) * (at.F + at.B)
+                    + (at.p - gis_h_group(at.p)) * (at.v - 1) * (at.F + at.B - at.W)
+                )
+                / at.v
+            ),
+            lambda at: filled_evenly(at) and at.m % gis_h_group(at.p) == 0,
         ),
-        memory=Formula(
-            '(g(v-1) + p)/v', lambda at: _gis_peak(at, _half(at.p)), lambda at: at.m >= at.p
-        ),
+        memory=Formula('(g(v-1) + p)/v', lambda at: _gis_peak(at, gis_h_group(at.p)), filled),
         source='PipeOffload, arXiv 2503.01328',
         when=(
             'memory is short, messages are cheap and v is large: with v = 4 it has less bubble '
             'than `v-half` at about its memory, with v = 2 more of both.'
         ),
-        chunks=ANY,
-        default_chunks=2,
         options=('num_chunks',),
     ),
     Family(
         'po-h',
-        'techniques.offload.place:po_h',
+        'techniques.offload:po_h',
         summary='PO with half of the chunks of each rank on the host between F and B',
         bubble=SLOTTED_BUBBLE,
         memory=Formula(
@@ -244,14 +210,12 @@ ROWS = (
         source='PipeOffload, arXiv 2503.01328',
         when='memory is short and a copy both ways takes up to twice the time that it computes.',
         aliases=('PipeOffload-half',),
-        chunks=ANY,
-        default_chunks=2,
         options=('num_chunks', 'costs', 'num_slices'),
         techniques=('offload',),
     ),
     Family(
         'po-f',
-        'techniques.offload.place:po_f',
+        'techniques.offload:po_f',
         summary='PO with all that has the time on the host between F and B',
         bubble=SLOTTED_BUBBLE,
         memory=Formula('at most 4/v', lambda at: 4 / at.v, at_most=True),
@@ -261,20 +225,14 @@ ROWS = (
             'computes.'
         ),
         aliases=('PipeOffload-full',),
-        chunks=ANY,
-        default_chunks=2,
         options=('num_chunks', 'costs', 'num_slices'),
         techniques=('offload',),
     ),
     Family(
         'dualpipe-v',
-        'overlapped_pairs:dualpipe_v',
+        'v_controlled:dualpipe_v',
         summary='forwards and backwards paired to overlap expert parallelism, on a V placement',
-        bubble=Formula(
-            '(p-1)F/2 (F=B=W)',
-            lambda at: (at.p - 1) * at.F / 2,
-            lambda at: at.m >= 2 * at.p and at.equal,
-        ),
+        bubble=Formula('(p-1)F/2 (F=B=W)', lambda at: (at.p - 1) * at.F / 2, steady),
         memory=Formula('p + 1/2', lambda at: min(at.p + 0.5, at.m), lambda at: at.m >= 2 * at.p),
         source='DualPipe, github.com/deepseek-ai/DualPipe; DeepSeek-V3, arXiv 2412.19437',
         when=(
@@ -284,14 +242,11 @@ ROWS = (
         ),
         aliases=('ScheduleDualPipeV',),
         placement='v',
-        chunks=TWO,
-        default_chunks=2,
         options=('together',),
-        min_ranks=2,
     ),
     Family(
         'stp',
-        'overlapped_pairs:stp',
+        'v_controlled:stp',
         summary='forwards paired with F, B or W, to overlap tensor parallelism, on a V placement',
         bubble=Formula(
             'F/2 (F=B=W, m >= 3p-1)',
@@ -305,90 +260,69 @@ ROWS = (
             'that overlaps the pairs. Otherwise `zb-v` has the same makespan and half the memory.'
         ),
         placement='v',
-        chunks=TWO,
-        default_chunks=2,
         options=('together',),
-        min_ranks=2,
     ),
-    Family(
+    _sliced(
         'seq1f1b',
-        'techniques.slices.seq1f1b:seq1f1b',
+        'techniques.slices.place:seq1f1b',
         summary='1F1B over slices of sequences: an n-th of the bubble, in less memory',
         bubble=Formula('(p-1)(F+B+W)/n', lambda at: (at.p - 1) * at.S / at.n),
-        memory=_SEQ1F1B_MEMORY,
         source='Seq1F1B, arXiv 2406.03488, section 3',
         when=(
             'sequences are long and microbatches few. Each message and each kernel has an n-th of '
             'the work, so slices of a few thousand tokens are the shortest that pay.'
         ),
-        options=('num_slices',),
-        techniques=('slices',),
-        default_slices=4,
     ),
-    Family(
+    _sliced(
         'seq1f1b-zb',
-        'techniques.slices.seq1f1b:seq1f1b_zb',
+        'techniques.slices.place:seq1f1b_zb',
         summary="ZB-H1 over slices of sequences: an n-th of its bubble, in Seq1F1B's memory",
         bubble=Formula(
             '(p-1)(F+B-W)/n (mn >= 2p-2+n)',
             lambda at: (at.p - 1) * (at.F + at.B - at.W) / at.n,
             lambda at: at.m * at.n >= 2 * at.p - 2 + at.n,
         ),
-        memory=_SEQ1F1B_MEMORY,
         source='Seq1F1B, arXiv 2406.03488, with ZB-H1 of arXiv 2401.10241',
         when=(
             'instead of `seq1f1b`, always. Attention has no W: the longer the sequence, the '
             'smaller the gain.'
         ),
-        options=('num_slices',),
-        techniques=('slices',),
-        default_slices=4,
     ),
-    Family(
+    _sliced(
         'seq-zb-v',
-        'techniques.slices.seq1f1b:seq_zb_v',
+        'techniques.slices.place:seq_zb_v',
         summary='ZB-V over slices of sequences: no bubble in any window, with few microbatches too',
         bubble=Formula(
             '0 (F=B=W, mn >= 2p-2+n)',
             lambda at: 0,
             lambda at: at.m * at.n >= 2 * at.p - 2 + at.n and at.equal,
         ),
-        memory=_SEQ1F1B_MEMORY,
         source='Seq1F1B, arXiv 2406.03488, with ZB-V of arXiv 2401.10241',
         when='long sequences with fewer than 2p microbatches, where `zb-v` has a bubble.',
         placement='v',
-        chunks=TWO,
-        default_chunks=2,
-        options=('num_slices',),
-        min_ranks=2,
-        techniques=('slices',),
-        default_slices=4,
     ),
     Family(
         'seq1f1b-interleaved',
-        'techniques.slices.seq1f1b:seq1f1b_interleaved',
+        'techniques.slices.place:seq1f1b_interleaved',
         summary='interleaved 1F1B over slices of sequences: an nv-th of the bubble of 1F1B',
         bubble=Formula(
             '(p-1)(F+B+W)/(nv) (mn >= p)',
             lambda at: (at.p - 1) * at.S / (at.n * at.v),
             lambda at: at.m * at.n >= at.p,
         ),
-        memory=Formula('1 + 2(p-1)/(nv), n >= p', _sliced_peak),
+        memory=Formula('1 + 2(p-1)/(nv), n >= p', interleaved_peak),
         source='Seq1F1B, arXiv 2406.03488; SlimPipe, arXiv 2504.14519',
         when=(
             'the memory of one microbatch is what limits. `zb-interleaved` with `--slices` has a '
             'third of the bubble (F=B=W) in no more memory.'
         ),
         aliases=('seq1f1b-i',),
-        chunks=ANY,
-        default_chunks=2,
         options=('num_chunks', 'num_slices'),
         techniques=('slices',),
-        default_slices=4,
     ),
     Family(
         'slimpipe',
-        'techniques.vocabulary.slimpipe:slimpipe',
+        'techniques.vocabulary.place:slimpipe',
         summary=(
             'interleaved 1F1B over equal slices, the output layer on all ranks: the activations of '
             'about one microbatch'
@@ -410,10 +344,7 @@ ROWS = (
             'long sequences, a large vocabulary, and memory for one microbatch. `zb-v` with '
             'slices and shards has less bubble in more memory.'
         ),
-        chunks=ANY,
-        default_chunks=2,
         options=('num_chunks', 'costs', 'num_slices'),
         techniques=('slices', 'vocabulary'),
-        default_slices=4,
     ),
 )

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from megatron_zbpp.schedules.registry import ANY, EVEN, TWO, Family, Formula, Sizes
+from functools import partial
 
-_NEVER_DRAINED = Formula('0 of a call', lambda at: 0)
+from megatron_zbpp.schedules.construct.phases import zeropp_unit
+from megatron_zbpp.schedules.registry import EVEN, TWO, Family, Formula, Sizes, filled
 
-
-def zeropp_unit(num_ranks: int, num_chunks: int) -> int:
-    """Return the fewest microbatches of a unit: p, or as many as have the 2(p-1) Ws of rank 0."""
-    return max(num_ranks, -(-2 * (num_ranks - 1) // num_chunks))
-
-
-def _zeropp_even(at: Sizes) -> bool:
-    return at.m >= 2 * zeropp_unit(at.p, at.v) and at.m % zeropp_unit(at.p, at.v) == 0
-
-
-def _merak_holds(at: Sizes) -> bool:
-    return at.m >= at.p and at.m > 2 and at.equal
+_two_way = partial(Family, placement='two-way', techniques=('two_way',))
+_asynchronous = partial(
+    Family,
+    bubble=Formula('0 of a call', lambda at: 0),
+    memory=Formula('p', lambda at: at.p),
+    techniques=('updates',),
+)
 
 
 def _whole_units(at: Sizes) -> bool:
@@ -27,7 +23,7 @@ def _whole_units(at: Sizes) -> bool:
 ROWS = (
     Family(
         '2bp',
-        'gap_filling:two_bp',
+        'zero_bubble:two_bp',
         summary='GPipe with a split backward: all F, all B, all W',
         bubble=Formula('(p-1)(F+B)', lambda at: (at.p - 1) * (at.F + at.B)),
         memory=Formula('m', lambda at: at.m),
@@ -37,11 +33,9 @@ ROWS = (
     ),
     Family(
         '2bp-1f1b',
-        'gap_filling:two_bp_1f1b',
+        'zero_bubble:two_bp_1f1b',
         summary='1F1B with a split backward whose W only fill waits',
-        bubble=Formula(
-            '(p-1)(F+B-W)', lambda at: (at.p - 1) * (at.F + at.B - at.W), lambda at: at.m >= at.p
-        ),
+        bubble=Formula('(p-1)(F+B-W)', lambda at: (at.p - 1) * (at.F + at.B - at.W), filled),
         memory=Formula('m', lambda at: at.m),
         source='2BP: 2-Stage Backpropagation, arXiv 2405.18047, section 3',
         when='p <= m < 2p. Else `zb-h1` has the same bubble in the memory of 1F1B.',
@@ -49,12 +43,12 @@ ROWS = (
     ),
     Family(
         'merak',
-        'techniques.recompute.place:merak',
+        'techniques.recompute:merak',
         summary='1F1B that recomputes on all ranks but the last, one forward further ahead',
         bubble=Formula(
             'mF + (p-2)(F+B+W) (F=B=W, m >= p)',
             lambda at: at.m * at.F + (at.p - 2) * at.S,
-            _merak_holds,
+            lambda at: filled(at) and at.m > 2 and at.equal,
         ),
         memory=Formula('1', lambda at: 1),
         source='Merak, arXiv 2206.04959, as far as its abstract tells',
@@ -69,7 +63,7 @@ ROWS = (
     ),
     Family(
         'varuna',
-        'techniques.recompute.place:varuna',
+        'techniques.recompute:varuna',
         summary='forwards run ahead until a gradient is near; then R and its backward',
         bubble=Formula(
             'at most mF + (p-1)(F+B+W) (F=B=W)',
@@ -86,7 +80,7 @@ ROWS = (
     ),
     Family(
         'hanayo',
-        'gap_filling:hanayo',
+        'loops:hanayo',
         summary='waves: 2W chunks a rank, down and up the ranks',
         bubble=Formula(
             'at most 4p(p-1)(F+B+W)/(3pv-2p+2) (F=B=W, m=p)',
@@ -104,7 +98,6 @@ ROWS = (
         aliases=('wave',),
         placement='wave',
         chunks=EVEN,
-        default_chunks=2,
         options=('num_chunks',),
     ),
     Family(
@@ -117,20 +110,20 @@ ROWS = (
             lambda at: at.m >= zeropp_unit(at.p, at.v) and at.equal,
         ),
         memory=Formula(
-            'p + 2(p-1)/v', lambda at: zeropp_unit(at.p, at.v) + 2 * (at.p - 1) / at.v, _zeropp_even
+            'p + 2(p-1)/v',
+            lambda at: zeropp_unit(at.p, at.v) + 2 * (at.p - 1) / at.v,
+            lambda at: at.m >= 2 * zeropp_unit(at.p, at.v) and at.m % zeropp_unit(at.p, at.v) == 0,
         ),
         source='ZeroPP, arXiv 2402.03791, as far as its abstract tells',
         when=(
             'with FSDP and m too large for `breadth-first`, whose memory grows with m. Without '
             'FSDP `zb-interleaved` has less bubble in less memory.'
         ),
-        chunks=ANY,
-        default_chunks=2,
         options=('num_chunks',),
     ),
-    Family(
+    _two_way(
         'chimera',
-        'techniques.two_way.orders:chimera',
+        'techniques.two_way:chimera',
         summary='1F1B down and up at the same time, on two copies of the weights',
         bubble=Formula(
             '(m/p+1)(p-2)F (F=B=W, p divides m)',
@@ -140,13 +133,10 @@ ROWS = (
         memory=Formula('p', lambda at: min(at.p, at.m), lambda at: at.m % 2 == 0),
         source='Chimera, arXiv 2107.06925, section 3',
         when='to compare. `zb-v` on half the ranks, as two replicas, has less bubble.',
-        placement='two-way',
-        min_ranks=2,
-        techniques=('two_way',),
     ),
-    Family(
+    _two_way(
         'chimera-zb',
-        'techniques.two_way.orders:chimera_zb',
+        'techniques.two_way:chimera_zb',
         summary='Chimera with backwards split: its bubble no longer grows with the microbatches',
         bubble=Formula(
             'at most (p-2)F (F=B=W, p divides m)',
@@ -157,13 +147,10 @@ ROWS = (
         memory=Formula('p', lambda at: min(at.p, at.m), lambda at: at.m % 2 == 0),
         source='Chimera, arXiv 2107.06925, with the split of arXiv 2401.10241',
         when='instead of `chimera`, always.',
-        placement='two-way',
-        min_ranks=2,
-        techniques=('two_way',),
     ),
-    Family(
+    _two_way(
         'chimera-doubling',
-        'techniques.two_way.orders:chimera_doubling',
+        'techniques.two_way:chimera_doubling',
         summary='Chimera with forwards in pairs, for backwards that take twice as long',
         bubble=Formula(
             '1.5(p-2)F (F=B=W, 2p divides m)',
@@ -173,13 +160,10 @@ ROWS = (
         memory=Formula('2p', lambda at: 2 * at.p, lambda at: at.m % (2 * at.p) == 0),
         source='Chimera, arXiv 2107.06925, section 3.5',
         when='to compare. `chimera-zb` has less bubble in half the memory.',
-        placement='two-way',
-        min_ranks=2,
-        techniques=('two_way',),
     ),
-    Family(
+    _two_way(
         'gems',
-        'techniques.two_way.orders:gems',
+        'techniques.two_way:gems',
         summary='one microbatch at a time, down and up by turns: the least memory, no speed',
         bubble=Formula(
             '(p-1)(F+m(B+W)) (F < B+W)',
@@ -190,13 +174,10 @@ ROWS = (
         memory=Formula('1', lambda at: 1),
         source='GEMS, SC 2020',
         when='activations are what limits, whatever the time.',
-        placement='two-way',
-        min_ranks=2,
-        techniques=('two_way',),
     ),
-    Family(
+    _two_way(
         'dualpipe',
-        'techniques.two_way.orders:dualpipe',
+        'techniques.two_way:dualpipe',
         summary='forwards and backwards of opposite ways paired, to overlap expert parallelism',
         bubble=Formula(
             '(p/2-1)F (F=B=W, even m >= 2p)',
@@ -209,14 +190,11 @@ ROWS = (
             'to compare. `dualpipe-v` on half the ranks, as two replicas, is the same in time, '
             'memory and weights.'
         ),
-        placement='two-way',
         options=('together',),
-        min_ranks=2,
-        techniques=('two_way',),
     ),
-    Family(
+    _two_way(
         'bitpipe',
-        'techniques.two_way.orders:bitpipe',
+        'techniques.two_way:bitpipe',
         summary='Chimera with two chunks each way, in a V: half the bubble',
         bubble=Formula(
             '(m/p+1)(p-2)F/2 (F=B=W, p divides m)',
@@ -226,57 +204,41 @@ ROWS = (
         memory=Formula('p', lambda at: at.p, _whole_units),
         source='BitPipe, arXiv 2410.19367',
         when='to compare. `zb-v` on half the ranks, as two replicas, has less bubble.',
-        placement='two-way',
         chunks=TWO,
-        default_chunks=2,
-        min_ranks=2,
-        techniques=('two_way',),
     ),
-    Family(
+    _asynchronous(
         'pipedream',
         'techniques.updates.orders:pipedream',
         summary='1F1B that never drains: each rank steps by itself, and keeps old weights',
-        bubble=_NEVER_DRAINED,
-        memory=Formula('p', lambda at: at.p),
         source='PipeDream, arXiv 1806.03377, section 3',
         when='to compare. It trains another model: gradients of rank s are (p-1-s)/m steps late.',
-        techniques=('updates',),
     ),
-    Family(
+    _asynchronous(
         'pipedream-2bw',
         'techniques.updates.orders:pipedream_2bw',
         summary='1F1B that never drains, all gradients one step late, two copies of the weights',
-        bubble=_NEVER_DRAINED,
-        memory=Formula('p', lambda at: at.p),
         source='PipeDream-2BW, arXiv 2006.09503',
         when=(
             'm is about p and cannot grow. From 2p microbatches on `zb-v` with post-validation '
             'has no bubble either, and trains the same model as Megatron.'
         ),
         aliases=('2bw',),
-        techniques=('updates',),
     ),
-    Family(
+    _asynchronous(
         'paci',
         'techniques.updates.orders:paci',
         summary='1F1B that never drains, with one copy of the weights: backwards use the newest',
-        bubble=_NEVER_DRAINED,
-        memory=Formula('p', lambda at: at.p),
         source='PACI, arXiv 2606.07881',
         when='to compare. It trains another model: forwards of rank s are (p-1-s)/m steps late.',
-        techniques=('updates',),
     ),
-    Family(
+    _asynchronous(
         'pipemare',
         'techniques.updates.orders:pipemare',
         summary='PACI whose backwards correct the newest weights towards those of their forwards',
-        bubble=_NEVER_DRAINED,
-        memory=Formula('p', lambda at: at.p),
         source='PipeMare, arXiv 1910.05124',
         when='to compare. It trains another model: forwards of rank s are (p-1-s)/m steps late.',
-        techniques=('updates',),
     ),
-    Family(
+    _asynchronous(
         'wpipe',
         'techniques.updates.orders:wpipe',
         summary=(
@@ -290,10 +252,8 @@ ROWS = (
             "since Megatron's optimizer steps both halves at once."
         ),
         chunks=TWO,
-        default_chunks=2,
-        techniques=('updates',),
     ),
-    Family(
+    _asynchronous(
         'wpipe-joint',
         'techniques.updates.orders:wpipe_joint',
         summary='wpipe whose halves step at once, as optimizers of Megatron do: trains the same',
@@ -302,7 +262,5 @@ ROWS = (
         source='WPipe, ICLR 2022; the order is ours',
         when='to compare. It trains another model, of which half has no delay.',
         chunks=TWO,
-        default_chunks=2,
-        techniques=('updates',),
     ),
 )

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from megatron_zbpp.schedules.construct.phases import even_groups
-from megatron_zbpp.schedules.registry import ANY, TWO, Family, Formula, Sizes
+from megatron_zbpp.schedules.registry import Family, Formula, Sizes, filled, filled_evenly, steady
 
-SLOTTED_BUBBLE = Formula(
-    'at most (p-1)(F+B+W)',
-    lambda at: (at.p - 1) * at.S,
-    lambda at: at.m >= 2 * at.p and at.equal,
-    at_most=True,
-)
+SLOTTED_BUBBLE = Formula('at most (p-1)(F+B+W)', lambda at: (at.p - 1) * at.S, steady, at_most=True)
 
 
-def _interleaved_peak(at: Sizes) -> float:
-    """Return (v-1)g + 2p-1 activations of a chunk on rank 0, in groups of up to g; v = 1: p."""
-    largest = even_groups(at.m, at.p)[0]
+def interleaved_peak(at: Sizes) -> float:
+    """Return the activations on rank 0, in groups of whole microbatches, of p slices or more."""
+    largest = at.n * even_groups(at.m, -(-at.p // at.n))[0]
     stride = 2 if at.v > 1 else 1
-    return min(at.m, ((at.v - 1) * largest + stride * (at.p - 1) + 1) / at.v)
-
-
-def _v_half_bubble(at: Sizes) -> float:
-    return max(0, 3 * at.p - (4 if at.p % 2 else 7)) / 2 * at.F
+    return min(at.m, ((at.v - 1) * largest + at.n + stride * (at.p - 1)) / (at.n * at.v))
 
 
 ROWS = (
@@ -43,10 +34,8 @@ ROWS = (
         'interleaved',
         'loops:interleaved',
         summary='1F1B over several chunks a rank, a v-th of the bubble',
-        bubble=Formula(
-            '(p-1)(F+B+W)/v', lambda at: (at.p - 1) * at.S / at.v, lambda at: at.m >= at.p
-        ),
-        memory=Formula('p + (p-1)/v', _interleaved_peak),
+        bubble=Formula('(p-1)(F+B+W)/v', lambda at: (at.p - 1) * at.S / at.v, filled),
+        memory=Formula('p + (p-1)/v', lambda at: interleaved_peak(at._replace(n=1))),
         source='Megatron-LM, arXiv 2104.04473, section 2.2',
         when=(
             'with fast links and p small against m. It sends v times the messages of 1F1B; '
@@ -62,13 +51,11 @@ ROWS = (
             '1F1B-I',
             'VPP',
         ),
-        chunks=ANY,
-        default_chunks=2,
         options=('num_chunks',),
     ),
     Family(
         'zb-h1',
-        'zb_h:zb_h1',
+        'zero_bubble:zb_h1',
         summary='1F1B with deferred weight gradients, in the memory of 1F1B',
         bubble=Formula(
             '(p-1)(F+B-W)',
@@ -87,7 +74,7 @@ ROWS = (
         'zb-2p',
         'zb_auto:zb_2p',
         summary='automatic order for measured times, in twice that memory; needs post-validation',
-        bubble=Formula('about 0', lambda at: 0.0, lambda at: at.m >= 2 * at.p and at.equal),
+        bubble=Formula('about 0', lambda at: 0.0, steady),
         memory=Formula('2p, or the limit', lambda at: min(2 * at.p, at.m)),
         source='Zero Bubble, arXiv 2401.10241, section 3.1',
         when=(
@@ -99,7 +86,7 @@ ROWS = (
     ),
     Family(
         'zb-v',
-        'zb_v:zb_v',
+        'zero_bubble:zb_v',
         summary='no bubble in any window, in the memory of 1F1B, on a V placement',
         bubble=Formula(
             '0 (F=B=W, m >= 2p-1)', lambda at: 0, lambda at: at.m >= 2 * at.p - 1 and at.equal
@@ -114,9 +101,6 @@ ROWS = (
         ),
         aliases=('ZBVZeroBubble', 'ScheduleZBVZeroBubble', 'V-ZB', 'zbv-formatted', 'ZBVPP', 'zb'),
         placement='v',
-        chunks=TWO,
-        default_chunks=2,
-        min_ranks=2,
     ),
     Family(
         'v-half',
@@ -126,8 +110,8 @@ ROWS = (
         ),
         bubble=Formula(
             '(3p-7)F/2 even p, (3p-4)F/2 odd p (F=B=W)',
-            _v_half_bubble,
-            lambda at: at.m >= 2 * at.p and at.equal,
+            lambda at: max(0, 3 * at.p - (4 if at.p % 2 else 7)) / 2 * at.F,
+            steady,
         ),
         memory=Formula('floor((p+2)/2)', lambda at: min((at.p + 2) // 2, at.m)),
         source='Controllable Memory, arXiv 2405.15362',
@@ -137,23 +121,16 @@ ROWS = (
         ),
         aliases=('half',),
         placement='v',
-        chunks=TWO,
-        default_chunks=2,
-        min_ranks=2,
     ),
     Family(
         'zb-interleaved',
         'loops:zb_interleaved',
         summary='interleaved 1F1B with deferred weight gradients',
         bubble=Formula(
-            '(p-1)(F+B-W)/v',
-            lambda at: (at.p - 1) * (at.F + at.B - at.W) / at.v,
-            lambda at: at.m >= at.p and at.equal,
+            '(p-1)(F+B-W)/v', lambda at: (at.p - 1) * (at.F + at.B - at.W) / at.v, filled_evenly
         ),
         memory=Formula(
-            'p',
-            lambda at: ((at.v - 1) * even_groups(at.m, at.p)[0] + at.p) / at.v,
-            lambda at: at.m >= at.p,
+            'p', lambda at: ((at.v - 1) * even_groups(at.m, at.p)[0] + at.p) / at.v, filled
         ),
         source='Zero Bubble, arXiv 2401.10241, section 2.3.1, on the loop placement, as in torch',
         when=(
@@ -164,13 +141,11 @@ ROWS = (
             'gone. With v = 1 it is ZB-H1.'
         ),
         aliases=('InterleavedZeroBubble', 'ScheduleInterleavedZeroBubble'),
-        chunks=ANY,
-        default_chunks=2,
         options=('num_chunks',),
     ),
     Family(
         'po',
-        'pipe_offload:po',
+        'techniques.offload:po',
         summary='interleaved with microbatches at equal distances: what PipeOffload moves out of',
         bubble=SLOTTED_BUBBLE,
         memory=Formula(
@@ -184,8 +159,6 @@ ROWS = (
             'activations, all of them four chunks. By itself `gis-h` holds less for less bubble.'
         ),
         aliases=('PO-base', 'PipeOffload-base'),
-        chunks=ANY,
-        default_chunks=2,
         options=('num_chunks', 'costs'),
     ),
 )

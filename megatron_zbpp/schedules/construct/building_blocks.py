@@ -11,8 +11,7 @@ from functools import lru_cache
 from itertools import accumulate, product
 
 from megatron_zbpp.ir import B, Pass, Placement, W, chain
-from megatron_zbpp.ir.compiled import compiled
-from megatron_zbpp.ir.graph import DEVICE
+from megatron_zbpp.ir.graph import DEVICE, compiled
 
 Slots = dict[Pass, int]
 
@@ -49,14 +48,9 @@ def tighten(
 ) -> Slots:
     """Return `slots` with passes moved up to the earliest slot they can have, in order of time.
 
-    What takes an activation moves only as far as its rank then holds at most `limit`.
-
-    Args:
-        slots: of F and BW, of F and B, or of F, B and W.
-        placement: which rank holds which stage.
-        limit: in activations of one stage.
-        start: passes before this slot stay where they are, ...
-        stop: ... and those from this slot on, if given.
+    What takes an activation moves only as far as its rank then holds at most `limit`. `limit` is in
+    activations of one stage. Passes before slot `start`, and from slot `stop` on, stay where they
+    are.
     """
     moved, ranks = dict(slots), placement.only_route
     rows = _rows(slots, placement)
@@ -102,15 +96,10 @@ def _before(
 
 
 class _Row:
-    """Slots of one rank: which are taken, and how many activations are held in each.
-
-    Args:
-        slots: of its passes.
-        changes: how many activations each kind of pass takes at its start (positive), or gives back
-            at its end (negative).
-    """
+    """Slots of one rank: which are taken, and how many activations are held in each."""
 
     def __init__(self, slots: Slots, changes: Mapping[str, int]) -> None:
+        # of activations, by kind: taken at its start (positive), or given back at its end
         length = max(slot + _WIDTHS[p.kind] for p, slot in slots.items())
         self.changes = changes
         self.taken = bytearray(length)

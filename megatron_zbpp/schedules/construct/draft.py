@@ -10,17 +10,16 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from itertools import product
-from typing import NamedTuple
 
 from megatron_zbpp.ir import B, F, Graph, Pass, Placement, Schedule, W, chain
-from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.machine import Machine
 
 _ROUNDING = 1e-9  # relative: three thirds of an activation are one
 
 
 def within(amount: float, limit: float) -> bool:
-    """Return whether `amount` is at most `limit`, but for rounding."""
+    """Check that `amount` is at most `limit`, but for rounding."""
     return amount <= limit * (1 + _ROUNDING)
 
 
@@ -33,40 +32,7 @@ def equal_costs(placement: Placement) -> Costs:
     return Costs.uniform(placement).with_times(F=ones, B=ones, W=ones)
 
 
-class _Step(NamedTuple):
-    """The effects of a pass of one kind and stage, whatever its microbatch."""
-
-    # rows of the graph that must have ended, of the same microbatch, and how long what they send is
-    # on its way
-    needs: tuple[tuple[int, float], ...]
-    rows: tuple[int, ...]  # that it ends
-    duration: float  # of it
-    change: float  # of what its rank holds
-
-
-def _steps(placement: Placement, costs: Costs, graph: Graph) -> dict[str, list[_Step]]:
-    """Return the effects of passes by kind, and there by stage and slice, as `Compiled.steps`."""
-    ranks, changes = placement.only_route, costs.changes(graph)
-    return {
-        kind: [
-            _Step(
-                tuple(
-                    (each.row, costs.edge(ranks[each.stage], ranks[stage], (each.stage, stage)))
-                    for each in step.links
-                ),
-                step.rows,
-                costs.duration(graph, kind, stage, ranks[stage], part),
-                changes[kind, stage, part],
-            )
-            for at, step in enumerate(steps)
-            for stage, part in (divmod(at, graph.num_slices),)
-            if step is not None
-        ]
-        for kind, steps in compiled(graph).steps.items()
-    }
-
-
-class Draft:
+class Draft(Machine):
     """Passes put so far, and what follows from them.
 
     The caller puts a pass only after what it depends on, and a microbatch after those before it.
@@ -79,14 +45,11 @@ class Draft:
         costs: Costs | None = None,
         graph: Graph | None = None,
     ) -> None:
+        graph = graph or chain(placement.num_stages)
+        super().__init__(placement, num_microbatches, costs or equal_costs(placement), graph)
         num_ranks = placement.num_ranks
-        self.placement = placement
         self._ranks = placement.only_route
-        self.num_microbatches = num_microbatches
-        self.costs = costs or equal_costs(placement)
-        self.graph = graph or chain(placement.num_stages)
-        self._slices = self.graph.num_slices
-        self._steps = _steps(placement, self.costs, self.graph)
+        self._changes = self.costs.changes(self.graph)
         self.clock = [0.0] * num_ranks  # end of the last pass
         self.idle = [0.0] * num_ranks  # time lost since the first pass
         self.held = [0.0] * num_ranks  # activations
@@ -94,47 +57,29 @@ class Draft:
         self.pending: list[deque[Pass]] = [deque() for _ in range(num_ranks)]
         self.orders: list[list[Pass]] = [[] for _ in range(num_ranks)]
         self._started = [0.0] * num_ranks
-        # by row of the graph and microbatch: when it ended
-        num_rows = compiled(self.graph).num_rows
-        self._ended = [[math.inf] * num_microbatches for _ in range(num_rows)]
-
-    def arrival(self, p: Pass) -> float:
-        """Return when the inputs of `p` are on its rank; infinite while one of them is not put."""
-        kind, stage, microbatch, part = p
-        arrival = 0.0
-        for row, delay in self._steps[kind][stage * self._slices + part].needs:
-            there = self._ended[row][microbatch] + delay
-            if there > arrival:
-                arrival = there
-        return arrival
 
     def duration(self, kind: str, stage: int) -> float:
         """Return the time of a pass."""
-        return self._steps[kind][stage * self._slices].duration
+        return self.tables[0][0][kind][stage][-1]
 
     def has_room(self, stage: int, amount: float, limit: float) -> bool:
-        """Return whether the rank of `stage` may hold `amount` more and stay within `limit`."""
-        held = self.held[self._ranks[stage]]
-        return within(held + amount, limit)
+        """Check that the rank of `stage` may hold `amount` more and stay within `limit`."""
+        return within(self.held[self._ranks[stage]] + amount, limit)
 
     def put(self, p: Pass, not_before: float = 0.0) -> float:
         """Append `p` to its rank's order, as early as it may start; return its end."""
-        kind, stage, microbatch, part = p
-        rank = self._ranks[stage]
+        rank = self._ranks[p.stage]
         start = max(self.clock[rank], self.arrival(p), not_before)
-        step = self._steps[kind][stage * self._slices + part]
         if self.orders[rank]:
             self.idle[rank] += start - self.clock[rank]
         else:
             self._started[rank] = start
-        end = self.clock[rank] = start + step.duration
+        end = self.clock[rank] = self.run(p, start)
         self.orders[rank].append(p)
-        self.held[rank] += step.change
-        for row in step.rows:
-            self._ended[row][microbatch] = end
-        if kind == W:
+        self.held[rank] += self._changes[p.kind, p.stage, p.slice]
+        if p.kind == W:
             self.pending[rank].popleft()
-        elif kind == B:
+        elif p.kind == B:
             self.pending[rank].append(p._replace(kind=W))
         return end
 
@@ -168,21 +113,24 @@ def list_schedule(
     done; else it waits. So one lane is a fixed order with Ws in its gaps, and a lane for each stage
     and kind is an order of preference. In the latter a forward leaves room for one activation of
     each later chunk of its rank, without which two ranks could each wait for the other's memory.
-
-    Args:
-        placement: which rank holds which stage.
-        num_microbatches: m.
-        lanes: per rank, its lanes of F, B and BW, the most preferred first. Ws come by themselves.
-        memory_limit: most that a rank may hold, in activations of one microbatch on a full rank.
-        graph: of F, B and W, whose sequences may be sliced; default: of a plain pipeline.
-
-    Raises:
-        ValueError: the lanes cannot be run to their end within the memory limit.
+    `lanes` has, per rank, its lanes of F, B and BW, the most preferred first; Ws come by
+    themselves. `memory_limit` is in activations of one microbatch on a full rank.
     """
     draft = Draft(placement, num_microbatches, graph=graph)
     queues = [[*map(deque, of_rank), draft.pending[rank]] for rank, of_rank in enumerate(lanes)]
-    needs = _needs(draft, lanes)
-    receivers = _receivers(placement)
+    activation = [held / draft.graph.num_slices for held in draft.costs.amounts['activation']]
+    needs = [  # per stage, the room that its forward must find: its own; of several lanes, more
+        sum(activation[other] for other in placement.stages(rank) if other >= stage)
+        if len(lanes[rank]) > 1
+        else activation[stage]
+        for stage, rank in enumerate(placement.only_route)
+    ]
+    # by kind and stage of a pass, other ranks that may have waited for it
+    receivers: dict[tuple[str, int], set[int]] = {}
+    plain, ranks = chain(placement.num_stages), placement.only_route
+    for kind, stage in product(plain.kinds, range(placement.num_stages)):
+        fed = (taker for task in plain.tasks(kind, stage) for taker, _ in plain.feeds[task])
+        receivers[kind, stage] = {ranks[taker.stage] for taker in fed} - {ranks[stage]}
     wakes = [(0.0, rank) for rank in range(placement.num_ranks)]
     while wakes:
         now, rank = heappop(wakes)
@@ -199,18 +147,6 @@ def list_schedule(
     return draft
 
 
-def _needs(draft: Draft, lanes: Sequence[Sequence[Lane]]) -> list[float]:
-    """Return, per stage, the room that its forward must find: its own; of several lanes, more."""
-    placement, slices = draft.placement, draft.graph.num_slices
-    activation = [held / slices for held in draft.costs.amounts['activation']]
-    return [
-        sum(activation[other] for other in placement.stages(rank) if other >= stage)
-        if len(lanes[rank]) > 1
-        else activation[stage]
-        for stage, rank in enumerate(placement.only_route)
-    ]
-
-
 def _next(
     draft: Draft, queues: Sequence[deque[Pass]], now: float, needs: list[float], limit: float
 ) -> Pass | None:
@@ -221,13 +157,3 @@ def _next(
         if lane[0].kind != F or draft.has_room(lane[0].stage, needs[lane[0].stage], limit):
             return lane.popleft()
     return pending[0] if pending else None
-
-
-def _receivers(placement: Placement) -> dict[tuple[str, int], set[int]]:
-    """Return by kind and stage of a pass other ranks that may have waited for it."""
-    graph, ranks = chain(placement.num_stages), placement.only_route
-    found: dict[tuple[str, int], set[int]] = {}
-    for kind, stage in product(graph.kinds, range(placement.num_stages)):
-        fed = (taker for task in graph.tasks(kind, stage) for taker, _ in graph.feeds[task])
-        found[kind, stage] = {ranks[taker.stage] for taker in fed} - {ranks[stage]}
-    return found

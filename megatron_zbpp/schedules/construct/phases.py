@@ -28,6 +28,16 @@ def even_groups(num_microbatches: int, size: int) -> list[int]:
     return [smaller + 1] * larger + [smaller] * (count - larger)
 
 
+def gis_h_group(num_ranks: int) -> int:
+    """Return the microbatches of a group of GIS-H: the fewest that do not starve."""
+    return (num_ranks + 1) // 2
+
+
+def zeropp_unit(num_ranks: int, num_chunks: int) -> int:
+    """Return the fewest microbatches of a unit: p, or as many as have the 2(p-1) Ws of rank 0."""
+    return max(num_ranks, -(-2 * (num_ranks - 1) // num_chunks))
+
+
 def chunk_by_chunk(
     kind: str, stages: Sequence[int], groups: Iterable[int], first: int = 0
 ) -> list[Pass]:

@@ -14,9 +14,33 @@ from itertools import accumulate, pairwise
 from math import fsum, sqrt
 from typing import NamedTuple
 
-from megatron_zbpp.analysis.least_squares import non_negative
 from megatron_zbpp.ir import B, F, Placement, W
 from megatron_zbpp.ir.costs import Costs
+
+_ROUNDS = 20_000
+
+
+def non_negative(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+    """Return the least squares solution of which nothing is below 0, by coordinates.
+
+    >>> [round(x, 6) for x in non_negative([[1, 1], [0, 2], [1, 0]], [3, 4, 1])]
+    [1.0, 2.0]
+    """
+    count = len(rows[0])
+    gram = [[sum(row[i] * row[j] for row in rows) for j in range(count)] for i in range(count)]
+    wanted = [sum(row[i] * v for row, v in zip(rows, values, strict=True)) for i in range(count)]
+    solved = [0.0] * count
+    for _ in range(_ROUNDS):
+        moved = 0.0
+        for i in range(count):
+            rest = wanted[i] - sum(gram[i][j] * solved[j] for j in range(count) if j != i)
+            value = max(0.0, rest / gram[i][i]) if gram[i][i] else 0.0
+            moved = max(moved, abs(value - solved[i]))
+            solved[i] = value
+        if moved <= 1e-13 * max(solved):
+            break
+    return solved
+
 
 TILE = 128  # kernels work in tiles of so many tokens
 _BACKWARD = 2.5  # forwards of attention that its backward takes
@@ -53,14 +77,7 @@ def fit_attention(times: Mapping[int, float], length: int) -> Attention:
     """Return the parts of F of sequences of `length` tokens, fitted to measured times of F.
 
     They are fitted by what grows with tokens and with pairs of them, and of three or more by what
-    is the same for all.
-
-    Args:
-        times: of F of one stage, by the tokens of a sequence.
-        length: of the sequences to slice.
-
-    Raises:
-        ValueError: there are too few, or one is 0.
+    is the same for all. `times` are of F of one stage, by the tokens of a sequence.
     """
     if len(times) < 2 or min(times.values()) <= 0:
         raise ValueError(
@@ -80,15 +97,7 @@ def balanced(
 ) -> tuple[int, ...]:
     """Return the tokens of slices whose F, B and W take the same time together.
 
-    Args:
-        slices: n.
-        length: tokens of a sequence.
-        attention: what F is made of.
-        costs: of whole sequences, whose F, B and W are weighed.
-        multiple: of which sizes are; the last slice takes what is left.
-
-    Raises:
-        ValueError: there would be slices without tokens.
+    The last slice takes what is left of multiples of `multiple`.
     """
     made = [(fsum(costs.times[kind]), attention.of(kind)) for kind in (F, B, W)]
     linear, pairs = (fsum(time * own[k] for time, own in made) for k in (1, 2))
@@ -110,10 +119,7 @@ def balanced(
 def in_parts(costs: Costs, sizes: Sequence[int], attention: Attention) -> Costs:
     """Return costs with what each slice takes of them; what they say of slices themselves stays.
 
-    Args:
-        costs: of whole sequences.
-        sizes: tokens of each slice, or their shares.
-        attention: what F is made of.
+    `sizes` are the tokens of each slice, or their shares.
     """
     length = sum(sizes)
     cuts = [end / length for end in accumulate(sizes, initial=0)]
@@ -185,13 +191,8 @@ def exchanged(
 ) -> Costs:
     """Return costs of equal slices whose attention ranks even out.
 
-    Args:
-        costs: of whole sequences.
-        placement: of the stages, on one route.
-        slices: n.
-        attention: what F is made of.
-        wire: time that a pass waits for a block that moves: Q, K and V there, O back. Of a backward
-            it is 7/4 as much.
+    `wire` is the time that a pass waits for a block that moves: Q, K and V there, O back. Of a
+    backward it is 7/4 as much.
     """
     plain = in_parts(costs, (1,) * slices, attention)
     found, whole = loads(placement.num_ranks, slices), slices**2 / 2

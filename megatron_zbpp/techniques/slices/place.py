@@ -10,16 +10,21 @@ for 1F1B and ZB-H1 (Seq1F1B, arXiv 2406.03488, section 3).
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import B, F, Pass, Schedule, W
+from megatron_zbpp.ir import B, F, Pass, Placement, Schedule, W
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.grid import ScheduleError
+from megatron_zbpp.ir.schedule import ScheduleError
 from megatron_zbpp.schedules import build, find
+from megatron_zbpp.schedules.construct.phases import even_groups
+from megatron_zbpp.schedules.loops import in_groups
+from megatron_zbpp.schedules.whole_backwards import one_f_one_b
+from megatron_zbpp.schedules.zero_bubble import closed_form, filled, zb_h1
 from megatron_zbpp.techniques.slices.graph import sliced
 
 _ROUNDING = 1e-9
@@ -40,20 +45,8 @@ def in_slices(
     """Return the schedule of any family with each sequence cut into slices of equal times.
 
     One slice is the whole sequence, and the schedule `build`'s. Some families the rule orders
-    badly: see `unsuited`.
-
-    Args:
-        name: of the family.
-        num_ranks: p.
-        num_microbatches: m.
-        num_slices: n.
-        num_chunks: as in `schedules.build`.
-        costs: of whole sequences, but messages are of a slice.
-        memory_limit: as in `schedules.build`; n-1 further forwards of slices are to fit, too.
-        together: as in `schedules.build`, of whole sequences only.
-
-    Raises:
-        ValueError: as `schedules.build`; or the family has what cannot be cut.
+    badly: see `unsuited`. Costs are of whole sequences, but messages are of a slice; n-1 further
+    forwards of slices are to fit the limit, too.
     """
     family, n = find(name), num_slices
     if n < 1:
@@ -74,12 +67,24 @@ def in_slices(
             f'{family.name} moves activations, and slices are cut before those move: cut a '
             'schedule of F, B and W alone, such as 1f1b or po, then offload'
         )
+    elif family.asynchronous:
+        raise ValueError(
+            f'slices: {family.name} steps after so many whole microbatches: take a synchronous '
+            'schedule, such as zb-v'
+        )
     else:
         held = max(costs.amounts['activation']) if costs else 1.0
+        of_units = costs and replace(
+            costs,
+            comm=n * costs.comm,
+            message=n * costs.message,
+            edges=tuple((*pair, n * latency) for *pair, latency in costs.edges),
+            hops=tuple((n * there, n * back) for there, back in costs.hops),
+        )
         units = make(
             name,
             num_microbatches=num_microbatches * n,
-            costs=costs and _of_units(costs, n),
+            costs=of_units,
             memory_limit=None if memory_limit is None else n * memory_limit - (n - 1) * held,
         )
         made = by_rule(units, n)
@@ -140,21 +145,14 @@ def with_forwards_earlier(schedule: Schedule, shift: int) -> Schedule:
     """Return the schedule with all forwards `shift` places earlier among the other passes."""
     if not shift:
         return schedule
-    passes = tuple(tuple(_earlier(order, shift)) for order in schedule.passes)
-    return replace(schedule, passes=passes, phases=())
-
-
-def _earlier(order: Sequence[Pass], shift: int) -> Iterator[Pass]:
-    """Yield the order of a rank with each forward in the place of the one `shift` before it."""
-    forwards = [p for p in order if p.kind == F]
-    coming = iter(forwards)
-    for _, p in zip(range(shift), coming):  # noqa: B905
-        yield p
-    for p in order:
-        if p.kind != F:
-            yield p
-        elif (later := next(coming, None)) is not None:
-            yield later
+    passes: list[tuple[Pass, ...]] = []
+    for order in schedule.passes:  # each forward in the place of the one `shift` before it
+        forwards = [p for p in order if p.kind == F]
+        coming, earlier = iter(forwards[shift:]), forwards[:shift]
+        for p in order:
+            earlier += [p] if p.kind != F else itertools.islice(coming, 1)
+        passes.append(tuple(earlier))
+    return replace(schedule, passes=tuple(passes), phases=())
 
 
 def _least_shift(order: Sequence[Pass], slices: int) -> int:
@@ -180,10 +178,6 @@ def unsuited(made: Schedule, whole: Schedule) -> str | None:
     """Return why slices of this family do not pay, and what is better; None: they do.
 
     An n-th of the bubble should be left, where F = B = W; of some families it is twice that.
-
-    Args:
-        made: by `in_slices`.
-        whole: the same family's schedule of whole sequences.
     """
     slices, costs = made.graph.num_slices, Costs.uniform(made.placement)
     left, before = (simulate(each, costs).makespan for each in (made, whole))
@@ -198,11 +192,82 @@ def unsuited(made: Schedule, whole: Schedule) -> str | None:
     )
 
 
-def _of_units(costs: Costs, slices: int) -> Costs:
-    return replace(
-        costs,
-        comm=slices * costs.comm,
-        message=slices * costs.message,
-        edges=tuple((*pair, slices * latency) for *pair, latency in costs.edges),
-        hops=tuple((slices * there, slices * back) for there, back in costs.hops),
-    )
+SLICES = 4  # where the caller names no number
+
+
+def seq1f1b(num_ranks: int, num_microbatches: int, num_slices: int = SLICES) -> Schedule:
+    """Seq1F1B: 1F1B whose unit is a slice of a sequence; backwards take the last slice first.
+
+    Sun et al., Seq1F1B, arXiv 2406.03488. A slice attends to the slices before it, whose keys and
+    values are kept; so the first backward waits for n-1 further forwards. The same as `1f1b` with
+    `--slices n`.
+
+        >>> print(grid(seq1f1b(2, 2, num_slices=2), width=90))
+        rank 0   0F0     0F0.1   0F1     0BW0.1  0F1.1   0BW0    0BW1.1  0BW1
+        rank 1   1F0     1F0.1   1BW0.1  1F1     1BW0    1F1.1   1BW1.1  1BW1
+
+    - Bubble: (p-1)(F+B+W)/n, where slices take equal times.
+    - Peak memory: (p+n-1)/n activations on rank 0, beside keys and values.
+    """
+    units = one_f_one_b(num_ranks, num_microbatches * num_slices)
+    return replace(by_rule(units, num_slices), name='seq1f1b')
+
+
+def seq1f1b_zb(num_ranks: int, num_microbatches: int, num_slices: int = SLICES) -> Schedule:
+    """Seq1F1B-ZB: ZB-H1 whose unit is a slice of a sequence; backwards take the last slice first.
+
+    Sun et al., Seq1F1B, arXiv 2406.03488, with the order of Qi et al., arXiv 2401.10241. The same
+    as `zb-h1` with `--slices n`.
+
+        >>> print(grid(seq1f1b_zb(2, 2, num_slices=2), width=90))
+        rank 0   0F0    0F0.1  0F1    0B0.1  0W0.1  0F1.1  0B0    0W0    0B1.1  0W1.1  0B1…
+        rank 1   1F0    1F0.1  1B0.1  1F1    1B0    1W0.1  1F1.1  1B1.1  1W0    1B1    1W1.1…
+
+    - Bubble: (p-1)(F+B-W)/n for mn >= 2p-2+n, where slices take equal times.
+    - Peak memory: (p+n-1)/n activations on every rank, beside keys and values.
+    """
+    units = zb_h1(num_ranks, num_microbatches * num_slices)
+    return replace(by_rule(units, num_slices), name='seq1f1b-zb')
+
+
+def seq_zb_v(num_ranks: int, num_microbatches: int, num_slices: int = SLICES) -> Schedule:
+    """Seq-ZB-V: ZB-V whose unit is a slice of a sequence; backwards take the last slice first.
+
+    ZB-V's closed form (Qi et al., arXiv 2401.10241, section 6) with n-1 further forwards of both
+    chunks before the first backward (Sun et al., Seq1F1B, arXiv 2406.03488). Below 2p-2+n units
+    Ws come wherever a rank would wait, as in ZB-V below 2p-1 microbatches. The same as `zb-v` with
+    `--slices n`.
+
+        >>> print(grid(seq_zb_v(2, 2, num_slices=2), width=76))
+        rank 0   0F0    0F0.1  0F1    3F0    0F1.1  3F0.1  3B0.1  3W0.1  3F1…
+        rank 1   1F0    2F0    1F0.1  2F0.1  1F1    2F1    2B0.1  2W0.1  1F1.1…
+
+    - Bubble where F=B=W: 0 within each rank's window for mn >= 2p-2+n; makespan (p-1)/(2n) longer.
+    - Peak memory: (p+n-1)/n activations on every rank, beside keys and values.
+    """
+    p, n, units = num_ranks, num_slices, num_microbatches * num_slices
+    orders = (closed_form(p, units, rank, ahead=n - 1) for rank in range(p))
+    schedule = cut(Schedule.of('seq-zb-v', Placement.v(p), units, orders), n)
+    return schedule if units >= 2 * p - 2 + n else filled(schedule, memory_limit=(p + n - 1) / n)
+
+
+def seq1f1b_interleaved(
+    num_ranks: int, num_microbatches: int, num_chunks: int = 2, num_slices: int = SLICES
+) -> Schedule:
+    """Seq1F1B-I: interleaved 1F1B whose unit is a slice of a sequence.
+
+    Sun et al., Seq1F1B, arXiv 2406.03488; with n >= p the order that SlimPipe (arXiv 2504.14519)
+    describes. Units go chunk by chunk in groups of whole microbatches, of p units or more: so no
+    n deadlocks, whether it divides p or not. The same as `interleaved` with `--slices n`.
+
+        >>> print(grid(seq1f1b_interleaved(2, 2, num_slices=2), width=76))
+        rank 0   0F0     0F0.1   2F0     2F0.1   0F1     0F1.1   2BW0.1  2F1…
+        rank 1   1F0     1F0.1   3F0     3F0.1   3BW0.1  1F1     3BW0    1F1.1…
+
+    - Bubble: (p-1)(F+B+W)/(nv) for mn >= p, where slices take equal times.
+    - Peak memory: ((v-1)g + n + 2(p-1))/(nv) activations on rank 0 for groups of up to g units,
+      beside keys and values: 1 + 2(p-1)/(nv) for n >= p.
+    """
+    sizes = even_groups(num_microbatches, -(-num_ranks // num_slices))
+    units = in_groups(num_ranks, num_chunks, [num_slices * size for size in sizes])
+    return replace(by_rule(units, num_slices), name='seq1f1b-interleaved')

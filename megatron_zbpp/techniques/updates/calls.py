@@ -16,8 +16,7 @@ from megatron_zbpp.analysis.deadlock import Collective, prove
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.program import Instruction, Program, Receive, Send
 from megatron_zbpp.ir import F, Pass, Schedule
-from megatron_zbpp.techniques.updates.graph import UPDATE
-from megatron_zbpp.techniques.updates.versions import updates_of, whole_calls
+from megatron_zbpp.techniques.updates.versions import UPDATE, updates_of, whole_calls
 
 _PROVEN = 4  # calls, of which the last three are equal
 
@@ -48,18 +47,16 @@ class Calls:
 def calls_of(schedule: Schedule) -> Calls:
     """Return the programs of an endless schedule by calls, proven to end under every rule.
 
-    The proof holds with a meeting of all ranks at each step, and without.
-
-    Args:
-        schedule: one that `check` accepts, with several calls, whose ranks step all of their stages
-            at once.
-
-    Raises:
-        DeadlockError: the programs do not end.
-        ValueError: calls differ, or a message crosses the border of two.
+    The proof holds with a meeting of all ranks at each step, and without. It has several calls, and
+    its ranks step all of their stages at once.
     """
     updates = updates_of(schedule.graph)
-    if updates is None or any(map(_steps_apart, schedule.passes)):
+    apart = False  # whether a rank steps not all of its stages at once
+    for order in schedule.passes:
+        stages = {p.stage for p in order}
+        steps = (group for is_step, group in groupby(order, _is_step) if is_step)
+        apart |= any({p.stage for p in group} != stages for group in steps)
+    if updates is None or apart:
         raise ValueError(
             f'{schedule.name} cannot be cut into calls because it has not one update a rank and '
             'batch: take pipedream, pipedream-2bw, paci, pipemare or wpipe-joint'
@@ -75,14 +72,17 @@ def calls_of(schedule: Schedule) -> Calls:
     for call, programs in enumerate((first, second)):
         _require_closed(schedule, call, programs)
     calls = Calls(m, first, second)
-    prove([_with_meetings(calls, rank) for rank in range(schedule.num_ranks)])
+    meetings = [
+        Collective(f'step of call {call}', tuple(range(schedule.num_ranks)))
+        for call in range(_PROVEN)
+    ]
+    prove(
+        [
+            [i for call, met in enumerate(meetings) for i in (*calls.program(rank, call), met)]
+            for rank in range(schedule.num_ranks)
+        ]
+    )
     return calls
-
-
-def _steps_apart(order: Sequence[Pass]) -> bool:
-    steps = [list(group) for is_step, group in groupby(order, _is_step) if is_step]
-    stages = {p.stage for p in order}
-    return any({p.stage for p in group} != stages for group in steps)
 
 
 def _is_step(each: object) -> bool:
@@ -118,15 +118,6 @@ def _receive_in_call_of_send(parts: Sequence[Sequence[list[Instruction]]]) -> No
             own[call][:] = [*begin, *own[call], *end]
 
 
-def _with_meetings(calls: Calls, rank: int) -> list[Instruction | Collective]:
-    """Return the programs of some calls, with a meeting of all ranks behind each."""
-    everyone = tuple(range(len(calls.first)))
-    found: list[Instruction | Collective] = []
-    for call in range(_PROVEN):
-        found += [*calls.program(rank, call), Collective(f'step of call {call}', everyone)]
-    return found
-
-
 def _require_closed(schedule: Schedule, call: int, programs: Iterable[Program]) -> None:
     """Require that each message of a call is sent and received in it."""
     each = [i for program in programs for i in program]
@@ -141,7 +132,6 @@ def _require_closed(schedule: Schedule, call: int, programs: Iterable[Program]) 
 
 
 def _shifted(program: Iterable[Instruction], microbatches: int) -> Program:
-    """Return the program for microbatches that come later."""
 
     def later(p: Pass) -> Pass:
         return p._replace(microbatch=p.microbatch + microbatches)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from heapq import heappop, heappush
 
 from megatron_zbpp.ir import BW, F, Graph, Pass, Placement, Schedule, chain
-from megatron_zbpp.techniques.updates.graph import CORRECTED, NEWEST, UPDATE, updating
+from megatron_zbpp.techniques.updates.versions import CORRECTED, NEWEST, UPDATE, updating
 
 
 def pipedream(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -91,7 +91,10 @@ def wpipe(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Yang et al., Group-based Interleaved Pipeline Parallelism for Large-scale DNN Training, ICLR
     2022. Weights of the first half are two copies, one step late; those of the second are one, as
-    in a synchronous schedule. The order is ours, by list scheduling.
+    in a synchronous schedule. The order is ours, by list scheduling: a free rank takes the first of
+    these that is ready: a forward of its second chunk, a backward of it, a forward of its first, a
+    backward of it. A forward waits for the version of its weights, and of a chunk at most p
+    microbatches are between F and BW: of the first, which waits for the second, 3p.
 
         >>> print(grid(wpipe(2, 2), width=76))
         rank 0   0F0    0F1    2F0    2F1    0F2    0F3    2BW0   2BW1   2U1…
@@ -102,14 +105,18 @@ def wpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     - Peak memory: at most 2p activations; two copies of the weights of the first half, one of the
       second.
     """
-    graph = _of_two_groups(num_ranks, num_microbatches)
-    return in_two_groups('wpipe', graph, num_ranks, num_microbatches)
+    draft = _Draft(num_ranks, num_microbatches, num_calls(num_ranks, num_microbatches) + 10)
+    graph, placement = _two_groups(num_ranks, num_microbatches)
+    return Schedule.of('wpipe', placement, draft.total, draft.orders(), graph)
 
 
 def wpipe_joint(num_ranks: int, num_microbatches: int) -> Schedule:
     """WPipe with one step a rank and call, behind the last backwards of both halves of the model.
 
-    Weights, delays and copies are those of `wpipe`, and so is what it trains.
+    Weights, delays and copies are those of `wpipe`, and so is what it trains. Each call has one
+    order, repeated: behind the forwards of its second chunk a rank runs those of its first for the
+    next batch (of more than 4p, the first 2p). Of what is ready it takes first a backward of its
+    second chunk, then a forward of it, a backward of its first, a forward of that.
 
         >>> print(grid(wpipe_joint(2, 2), width=76))
         rank 0   0F0    0F1    2F0    2F1    0F2    0F3    2BW0   2BW1   0BW0…
@@ -120,13 +127,24 @@ def wpipe_joint(num_ranks: int, num_microbatches: int) -> Schedule:
     - Peak memory: at most 3.5p activations, where m is 4p; two copies of the weights of the first
       half, one of the second.
     """
-    graph = _of_two_groups(num_ranks, num_microbatches)
-    return in_joint_calls('wpipe-joint', graph, num_ranks, num_microbatches)
+    p, m = num_ranks, num_microbatches
+    ahead, calls = m if m <= 4 * p else 2 * p, num_calls(p, m) + 2
+    orders: list[list[Pass]] = []
+    for rank, drafted in enumerate(_JointDraft(p, m, ahead).orders()):
+        order = [Pass(F, rank, j) for j in range(ahead)]
+        at = [i for i, each in enumerate(drafted) if each.kind == UPDATE and each.stage >= p]
+        steady = drafted[at[_STEADY - 1] + 1 : at[_STEADY] + 1]
+        for later in range(-_STEADY * m, (calls - _STEADY) * m, m):
+            moved = (each._replace(microbatch=each.microbatch + later) for each in steady)
+            order += [each for each in moved if each.microbatch < calls * m]
+        orders.append(order)
+    graph, placement = _two_groups(p, m)
+    return Schedule.of('wpipe-joint', placement, calls * m, orders, graph)
 
 
-def _of_two_groups(p: int, m: int) -> Graph:
-    """Return the graph of two stages a rank, the first of them one step late."""
-    return updating(chain(2 * p), m, delays=(1,) * p + (0,) * p)
+def _two_groups(p: int, m: int) -> tuple[Graph, Placement]:
+    """Return the graph of two stages a rank, the first of them one step late, and its placement."""
+    return updating(chain(2 * p), m, delays=(1,) * p + (0,) * p), Placement.loop(p, 2)
 
 
 _TIMES = {F: 1, BW: 2}
@@ -157,41 +175,6 @@ def _order(stage: int, ahead: int, m: int, total: int) -> Iterator[Pass]:
         yield Pass(BW, stage, j)
         if (j + 1) % m == 0:
             yield Pass(UPDATE, stage, j)
-
-
-def in_two_groups(name: str, graph: Graph, num_ranks: int, num_microbatches: int) -> Schedule:
-    """Return an order of two chunks a rank, where the first runs a batch ahead (WPipe).
-
-    A free rank takes the first of these that is ready: a forward of its second chunk, a backward of
-    it, a forward of its first, a backward of it. A forward waits for the version of its weights,
-    and of a chunk at most p microbatches are between F and BW: of the first, which waits for the
-    second, 3p.
-    """
-    draft = _Draft(num_ranks, num_microbatches, num_calls(num_ranks, num_microbatches) + 10)
-    placement = Placement.loop(num_ranks, 2)
-    return Schedule.of(name, placement, draft.total, draft.orders(), graph)
-
-
-def in_joint_calls(name: str, graph: Graph, num_ranks: int, num_microbatches: int) -> Schedule:
-    """Return an order of two chunks a rank that step together, behind all backwards of a batch.
-
-    Each call has one order, repeated: behind the forwards of its second chunk a rank runs those of
-    its first for the next batch (of more than 4p, the first 2p). Of what is ready it takes first a
-    backward of its second chunk, then a forward of it, a backward of its first, a forward of that.
-    """
-    p, m = num_ranks, num_microbatches
-    ahead, calls = m if m <= 4 * p else 2 * p, num_calls(p, m) + 2
-    draft = _JointDraft(p, m, ahead)
-    orders: list[list[Pass]] = []
-    for rank, drafted in enumerate(draft.orders()):
-        order = [Pass(F, rank, j) for j in range(ahead)]
-        at = [i for i, each in enumerate(drafted) if each.kind == UPDATE and each.stage >= p]
-        steady = drafted[at[_STEADY - 1] + 1 : at[_STEADY] + 1]
-        for later in range(-_STEADY * m, (calls - _STEADY) * m, m):
-            moved = (each._replace(microbatch=each.microbatch + later) for each in steady)
-            order += [each for each in moved if each.microbatch < calls * m]
-        orders.append(order)
-    return Schedule.of(name, Placement.loop(p, 2), calls * m, orders, graph)
 
 
 class _Draft:
@@ -250,17 +233,13 @@ class _Draft:
 
 
 class _JointDraft(_Draft):
-    """Runs calls that each end with the steps of both chunks of a rank.
-
-    Args:
-        ahead: forwards of the first chunk that a call runs for the next one.
-    """
+    """Runs calls that each end with the steps of both chunks of a rank."""
 
     turns = (1, BW), (1, F), (0, BW), (0, F)
 
     def __init__(self, num_ranks: int, num_microbatches: int, ahead: int) -> None:
         super().__init__(num_ranks, num_microbatches, _STEADY + 3)
-        self._ahead = ahead
+        self._ahead = ahead  # forwards of the first chunk that a call runs for the next one
         self._calls = [0] * num_ranks  # that have ended
 
     def _steps(self, rank: int, taken: Pass) -> list[Pass]:

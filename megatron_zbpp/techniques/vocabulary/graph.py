@@ -41,11 +41,7 @@ def split_vocabulary(graph: Graph, ranks: int, barriers: int = 1) -> Graph:
 
     From S to T each rank holds its 'logits', and the broadcast 'hidden' states. With one barrier S
     makes its part of the gradient, too: 'gradient_part', which needs the statistics to be reduced.
-
-    Args:
-        graph: any without shards.
-        ranks: of the pipeline; the shard of rank r counts as stage S + r.
-        barriers: 1 or 2.
+    The shard of rank r counts as stage S + r.
     """
     if barriers not in (1, 2):
         raise ValueError(f'{barriers} barriers: give 1 (algorithm 2) or 2 (algorithm 1)')
@@ -82,13 +78,6 @@ def split_embedding(graph: Graph, ranks: int) -> Graph:
     D reads the tokens of a microbatch on the first stage and tells them to all ranks; I looks them
     up in its rows; the first stage's F takes the sum. Its B tells the gradient of that to J of all
     ranks, which comes behind T of its rank: a tied shard has its whole gradient with J.
-
-    Args:
-        graph: with shards of the output layer, as `split_vocabulary` makes it.
-        ranks: of the pipeline, as there.
-
-    Raises:
-        ValueError: the graph has no shards of the output layer.
     """
     kinds = {
         READ: Kind('reading of tokens'),

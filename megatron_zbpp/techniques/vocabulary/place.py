@@ -26,7 +26,7 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import B, F, Pass, Placement, Schedule, Task, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import Graph
-from megatron_zbpp.ir.grid import ScheduleError
+from megatron_zbpp.ir.schedule import ScheduleError
 from megatron_zbpp.schedules import build, find
 from megatron_zbpp.techniques.base import lack_of_times
 from megatron_zbpp.techniques.composition import (
@@ -37,7 +37,7 @@ from megatron_zbpp.techniques.composition import (
     require_goes_with,
     techniques_of,
 )
-from megatron_zbpp.techniques.slices.place import with_forwards_earlier
+from megatron_zbpp.techniques.slices.place import SLICES, seq1f1b_interleaved, with_forwards_earlier
 from megatron_zbpp.techniques.vocabulary.graph import (
     LOOKUP,
     READ,
@@ -71,15 +71,8 @@ class _Reference(NamedTuple):
 def with_shard_times(costs: Costs, placement: Placement, share: float) -> Costs:
     """Return the costs with equal shards: S takes `share` of F and B of a mean rank, T of W.
 
-    S is a forward, and the gradient of its input.
-
-    Args:
-        costs: of the stages, without an output layer.
-        placement: of the stages.
-        share: forward of a rank's shard, over that of its layers.
-
-    Raises:
-        ValueError: the costs have times of S or T.
+    S is a forward, and the gradient of its input. `share` is the forward of a shard over that of
+    the layers of a rank.
     """
     p = placement.num_ranks
     for kind in (S, T):
@@ -106,16 +99,8 @@ def in_shards(
 ) -> Schedule:
     """Return the orders of `host` with the output layer on all ranks: S and T of Algorithm 2.
 
-    At most one microbatch more is held on a rank than by the host.
-
-    Args:
-        host: a schedule of a plain pipeline.
-        costs: of its stages, and behind them of the shards, S and T.
-        memory_limit: most that a rank may hold.
-        on_time: asked before each way, once one fits.
-
-    Raises:
-        ValueError: the host is of another kind, S and T have no times, or nothing fits the limit.
+    At most one microbatch more is held on a rank than by the host. `on_time` is asked before each
+    way, once one fits.
     """
     _require_plain(host)
     if lack := lack_of_times(costs, (S, T)):
@@ -133,7 +118,9 @@ def in_shards(
             continue
         held = max(peak(made, costs))
         least = min(least, held)
-        own = makespan, held, _most_logits(made)
+        # of how many units a rank has logits at most, whatever they take
+        logits = [[(p.kind == S) - (p.kind == T) for p in order] for order in made.passes]
+        own = makespan, held, max(max(accumulate(order)) for order in logits)
         if own < best and (memory_limit is None or held <= memory_limit):
             best, found = own, made
     if found is None:
@@ -144,15 +131,7 @@ def in_shards(
     return found
 
 
-def _most_logits(schedule: Schedule) -> int:
-    """Return of how many units a rank has logits at most, whatever they take."""
-    change = {S: 1, T: -1}
-    orders = ([change.get(p.kind, 0) for p in order] for order in schedule.passes)
-    return max(max(accumulate(order)) for order in orders)
-
-
 def _require_plain(host: Schedule) -> None:
-    """Raise ValueError unless S and T can be put into the orders of `host`."""
     require_goes_with(host, VOCABULARY)
     why = None
     if not host.placement.is_one_way:
@@ -171,7 +150,6 @@ def _require_plain(host: Schedule) -> None:
 
 
 def _ways(host: Schedule, costs: Costs) -> Iterator[Schedule]:
-    """Yield the host with S and T in all ways that are tried."""
     for earlier in range(host.placement.num_chunks + 1):
         ahead = with_forwards_earlier(host, earlier)
         for share in _SHARES:
@@ -213,7 +191,6 @@ def _reference(host: Schedule, costs: Costs, share: float) -> _Reference | None:
 
 
 def _placed(reference: _Reference, logits: float, gradient: float) -> Schedule:
-    """Return the host with S and T."""
     host, n = reference.host, reference.host.num_stages
     slices, made, taken = host.graph.num_slices, reference.made, reference.taken
     longest = reference.longest * host.num_microbatches
@@ -243,14 +220,7 @@ def _placed(reference: _Reference, logits: float, gradient: float) -> Schedule:
 def in_order(
     schedule: Schedule, name: str, graph: Graph, placed: Iterable[list[Entry]]
 ) -> Schedule:
-    """Return a schedule whose ranks run passes by their starts.
-
-    Args:
-        schedule: that it is made from.
-        name: of the new one.
-        graph: of it.
-        placed: the passes of each rank, in any order.
-    """
+    """Return a schedule whose ranks run passes by their starts."""
     orders = (sorted(entries, key=itemgetter(0, 1, 2)) for entries in placed)
     passes = tuple(tuple(entry[-1] for entry in order) for order in orders)
     return replace(schedule, name=name, passes=passes, graph=graph, phases=())
@@ -269,12 +239,7 @@ def with_embedding(schedule: Schedule) -> Schedule:
 def in_embedding_shards(schedule: Schedule, costs: Costs) -> Schedule:
     """Return the orders of a schedule with S and T, with D, I and J in them.
 
-    Args:
-        schedule: with the output layer on all ranks.
-        costs: of its stages and shards; D, I and J take no time unless they have some.
-
-    Raises:
-        ValueError: it has what this does not go with.
+    D, I and J take no time unless the costs have some.
     """
     require_goes_with(schedule, EMBEDDING)
     n, spans = schedule.num_stages, simulate(schedule, costs).spans
@@ -310,7 +275,7 @@ WHOLE = ' with the whole output layer on its last rank'
 
 
 def has_shards(schedule: Schedule) -> bool:
-    """Return whether the output layer is on all ranks."""
+    """Check that the output layer is on all ranks."""
     return any(each.name == split_vocabulary.__name__ for each in schedule.graph.techniques)
 
 
@@ -322,11 +287,7 @@ def with_usual_share(schedule: Schedule, costs: Costs) -> Costs:
 
 
 def with_whole_layer(costs: Costs) -> Costs:
-    """Return costs whose last stage takes the times of all shards, too: S is half F and half B.
-
-    Raises:
-        ValueError: shards have no times.
-    """
+    """Return costs whose last stage takes the times of all shards, too: S is half F and half B."""
     if lack := lack_of_times(costs, (S, T)):
         raise ValueError(lack)
     logits, weight = (sum(costs.times[kind][costs.num_stages :]) for kind in (S, T))
@@ -357,11 +318,6 @@ def hosts_like(
     """Yield what hosts on the placement of `schedule` come to with the shards that it has.
 
     Left out is what cannot be built for so many microbatches, or holds more.
-
-    Args:
-        schedule: with S and T, of whole sequences.
-        costs: of its stages and shards.
-        memory_limit: most that a rank may hold.
     """
     placement, m = schedule.placement, schedule.num_microbatches
     both = EMBEDDING in techniques_of(schedule)
@@ -374,3 +330,29 @@ def hosts_like(
         except ValueError:  # another host may do
             continue
         yield in_embedding_shards(made, costs) if both else made
+
+
+def slimpipe(
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int = 2,
+    costs: Costs | None = None,
+    num_slices: int = SLICES,
+) -> Schedule:
+    """SlimPipe: interleaved 1F1B whose unit is an equal slice, with shards of the output layer.
+
+    Li et al., SlimPipe, arXiv 2504.14519. S and T are of a slice, too, as in Vocabulary Parallelism
+    (arXiv 2411.05288). The paper's n is a multiple of p: then a group of n units is one microbatch.
+
+        >>> print(grid(slimpipe(2, 2, num_slices=2), width=76))
+        rank 0   0F0     0F0.1   2F0     2F0.1   4S0     0F1     4S0.1   0F1.1…
+        rank 1   1F0     1F0.1   3F0     5S0     3F0.1   5S0.1   1F1     3BW0.1…
+
+    - Bubble: at most (p-1)(F+B+W)/(nv) for mn >= p, where slices take equal times; attention makes
+      later ones longer, which context exchange evens out (simulated only).
+    - Peak memory: at most 1 + (2p-2+v)/(nv) activations for n >= p, beside keys, values and logits.
+    """
+    host = seq1f1b_interleaved(num_ranks, num_microbatches, num_chunks, num_slices)
+    known = costs is not None and {S, T} <= costs.times.keys()
+    made = in_shards(host, costs) if known and costs is not None else with_shards(host)
+    return replace(made, name='slimpipe')

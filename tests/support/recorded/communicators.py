@@ -13,33 +13,21 @@ _UNEVEN = ('alltoall', 'alltoall_base', 'all_to_all_single')
 
 @dataclass(frozen=True)
 class Operation:
-    """Of a communicator.
+    """Of a communicator."""
 
-    Attributes:
-        communicator: the name of its group, which all ranks count alike, the group's ranks in the
-            world, and for messages, which two of the group talk.
-        name: of the operation; of a message, as both of its ends call it.
-        nbytes: of its tensors.
-        stream: that was current.
-        thread: that launched it, by its identity.
-        sent, received: of an all-to-all, bytes to each rank of the group, and from each.
-    """
-
+    # the name of its group, which all ranks count alike, the group's ranks in the world, and for
+    # messages, which two of the group talk
     communicator: tuple[str, tuple[int, ...], tuple[int, ...]]
-    name: str
-    nbytes: int
-    stream: int
-    thread: int
-    sent: tuple[int, ...] = ()
+    name: str  # of the operation; of a message, as both of its ends call it
+    nbytes: int  # of its tensors
+    stream: int  # that was current
+    thread: int  # that launched it, by its identity
+    sent: tuple[int, ...] = ()  # of an all-to-all, bytes to each rank of the group, and from each
     received: tuple[int, ...] = ()
 
 
 def faults(operations: Sequence[Sequence[Operation]]) -> Iterator[str]:
-    """Say what NCCL would not end, or end wrong.
-
-    Args:
-        operations: of each rank of the world, in the order of their launch.
-    """
+    """Say what NCCL would not end, or end wrong, of each rank's operations in order of launch."""
     found: dict[tuple, dict[int, list[Operation]]] = defaultdict(dict)
     for rank, own in enumerate(operations):
         for each in own:

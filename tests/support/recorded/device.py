@@ -22,7 +22,7 @@ from torch.cuda import _sanitizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_zbpp.emulation import cpu, gloo, packages
+from megatron_zbpp.emulation import cpu
 from recorded.ordering import Order
 
 _CUDA_TYPE = 1  # of c10::DeviceType
@@ -175,11 +175,7 @@ _CUDA: dict[str, object] = {
 
 
 def install(path: Path | str) -> None:
-    """Give this process the device; megatron.core is imported afterwards.
-
-    Args:
-        path: what `build` returned.
-    """
+    """Give this process the device at `path`; megatron.core is imported afterwards."""
     global _library
     if installed():
         return
@@ -202,8 +198,8 @@ def install(path: Path | str) -> None:
             setattr(torch.cuda.random, name, value)
     torch.UntypedStorage.resize_ = _resize(torch.UntypedStorage.resize_)
     _library.recorded_install()
-    gloo.install(alias_sends=False)
-    packages.install()
+    cpu.install_gloo(alias_sends=False)
+    cpu.install_packages()
     random = logging.getLogger('megatron.core.tensor_parallel.random')
     random.addFilter(lambda record: 'CPU RNG state changed' not in record.msg)  # it is the GPU's
 
@@ -333,9 +329,9 @@ def _words() -> array:
 @contextlib.contextmanager
 def passes() -> Iterator[None]:
     """Name the passes of Megatron's iterations in the log."""
-    from megatron_zbpp.mcore.iteration import executors
+    from megatron_zbpp.mcore.iteration import batch
 
-    with mock.patch.object(executors, 'profiled', within):
+    with mock.patch.object(batch, 'profiled', within):
         yield
 
 

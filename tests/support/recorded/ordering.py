@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -21,50 +21,23 @@ HOST, REGISTERED = -1, -2  # as streams: who uses memory, or has allocated it
 _QUERIES = ('event.query', 'work.is_completed')  # tell the host what is done; it does not wait
 
 
-class Kind(enum.IntEnum):
-    """Records of `device.cpp`."""
-
-    KERNEL = 0
-    RECORD = 1
-    WAIT = 2
-    HOST_EVENT = 3
-    HOST_STREAM = 4
-    HOST_DEVICE = 5
-    ALLOCATE = 6
-    FREE = 7
-    RECORD_STREAM = 8
-    NOTE = 9
-
-
-_LENGTHS = {
-    Kind.RECORD: 3,
-    Kind.WAIT: 3,
-    Kind.HOST_EVENT: 4,
-    Kind.HOST_STREAM: 4,
-    Kind.HOST_DEVICE: 3,
-    Kind.ALLOCATE: 4,
-    Kind.FREE: 3,
-    Kind.RECORD_STREAM: 3,
-    Kind.NOTE: 3,
-}
+# records of `device.cpp`
+Kind = enum.IntEnum(
+    'Kind',
+    'KERNEL RECORD WAIT HOST_EVENT HOST_STREAM HOST_DEVICE ALLOCATE FREE RECORD_STREAM NOTE',
+    start=0,
+)
 Clock = dict[int, int]  # how many kernels of each stream are before
 
 
 @dataclass(frozen=True)
 class Use:
-    """A kernel.
+    """A kernel."""
 
-    Attributes:
-        kernel: its name.
-        stream: it runs on.
-        within: the pass that launched it; empty between passes.
-        thread: that launched it, by number.
-    """
-
-    kernel: str
-    stream: int
-    within: str
-    thread: int
+    kernel: str  # its name
+    stream: int  # it runs on
+    within: str  # the pass that launched it; empty between passes
+    thread: int  # that launched it, by number
 
     def __str__(self) -> str:
         place = 'the host' if self.stream == HOST else f'stream {self.stream}'
@@ -73,16 +46,11 @@ class Use:
 
 @dataclass(frozen=True)
 class Race:
-    """Two uses of the same bytes that nothing orders.
+    """Two uses of the same bytes that nothing orders."""
 
-    Attributes:
-        first, second: as they were launched.
-        freed: whether `second` is the first kernel that may get the memory anew.
-    """
-
-    first: Use
+    first: Use  # as they were launched
     second: Use
-    freed: bool = False
+    freed: bool = False  # whether `second` is the first kernel that may get the memory anew
 
     def __str__(self) -> str:
         if self.freed:
@@ -92,15 +60,10 @@ class Race:
 
 @dataclass(frozen=True)
 class Wait:
-    """The host waited for the device.
+    """The host waited for the device."""
 
-    Attributes:
-        what: for what.
-        within: the pass; empty between passes.
-    """
-
-    what: str
-    within: str
+    what: str  # for what
+    within: str  # the pass; empty between passes
 
 
 @dataclass
@@ -113,10 +76,8 @@ class _Part:
     reads: dict[int, tuple[int, Use]] = field(default_factory=dict)
 
     def split(self, at: int) -> tuple[_Part, _Part]:
-        return (
-            _Part(self.begin, at, self.write, dict(self.reads)),
-            _Part(at, self.end, self.write, dict(self.reads)),
-        )
+        spans = (self.begin, at), (at, self.end)
+        return tuple(_Part(*span, self.write, dict(self.reads)) for span in spans)
 
 
 @dataclass
@@ -130,31 +91,24 @@ class _Block:
 
 @dataclass
 class Order:
-    """What a log shows.
-
-    Attributes:
-        races: uses that nothing orders, each pair of kernels, streams and passes once.
-        waits: of the host.
-        uses: all kernels, in order of launch.
-        page_locked: bytes of each allocation of page-locked memory of the host.
-        locked: bytes of those that have not been freed, by number of the block.
-        planned: peak bytes of the device, if memory comes back once it is freed.
-        in_passes: the same, of passes alone.
-        held: peak bytes as the allocator has them while the host runs ahead as far as it can: what
-            another stream has recorded comes back once the host has waited for that stream.
-        late: of those that were freed and have not come back, the most at once, by the kernels
-            of other streams that have used them last.
-    """
+    """What a log shows."""
 
     names: Callable[[int], str]
+    # uses that nothing orders, each pair of kernels, streams and passes once
     races: dict[Race, int] = field(default_factory=dict)
-    waits: list[Wait] = field(default_factory=list)
-    uses: list[Use] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)  # of the host
+    uses: list[Use] = field(default_factory=list)  # all kernels, in order of launch
+    # bytes of each allocation of page-locked memory of the host
     page_locked: list[int] = field(default_factory=list)
+    # bytes of those that have not been freed, by number of the block
     locked: dict[int, int] = field(default_factory=dict)
-    planned: int = 0
-    in_passes: int = 0
+    planned: int = 0  # peak bytes of the device, if memory comes back once it is freed
+    in_passes: int = 0  # the same, of passes alone
+    # peak bytes as the allocator has them while the host runs ahead as far as it can: what another
+    # stream has recorded comes back once the host has waited for that stream
     held: int = 0
+    # of those that were freed and have not come back, the most at once, by the kernels of other
+    # streams that have used them last
     late: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -170,8 +124,15 @@ class Order:
 
     def read(self, words: Sequence[int]) -> Order:
         """Go on with more of the log."""
-        for kind, record in _records(words):
-            self._READ[kind](self, *record)
+        at = 0
+        while at < len(words):
+            take, length = self._READ[words[at]]
+            if length is None:
+                length = 5 + 4 * words[at + 4]
+                take(self, *words[at + 1 : at + 4], *words[at + 5 : at + length])
+            else:
+                take(self, *words[at + 1 : at + length])
+            at += length
         return self
 
     # One record each
@@ -248,18 +209,11 @@ class Order:
     def _note(self, name: int, thread: int) -> None:
         self._within = self.names(name)
 
-    _READ: ClassVar[dict[Kind, Callable[..., None]]] = {
-        Kind.KERNEL: _kernel,
-        Kind.RECORD: _record,
-        Kind.WAIT: _wait,
-        Kind.HOST_EVENT: _host_event,
-        Kind.HOST_STREAM: _host_stream,
-        Kind.HOST_DEVICE: _host_device,
-        Kind.ALLOCATE: _allocate,
-        Kind.FREE: _free,
-        Kind.RECORD_STREAM: _record_stream,
-        Kind.NOTE: _note,
-    }
+    # of each `Kind`: what reads it, and how many words it has; None: as many as it says
+    _READ: ClassVar[list[tuple[Callable[..., None], int | None]]] = [
+        (_kernel, None), (_record, 3), (_wait, 3), (_host_event, 4), (_host_stream, 4),
+        (_host_device, 3), (_allocate, 4), (_free, 3), (_record_stream, 3), (_note, 3),
+    ]  # fmt: skip
 
     # Clocks
 
@@ -298,8 +252,7 @@ class Order:
 
     def _compare(self, part: _Part, writes: bool, now: tuple[int, int, Use]) -> None:
         stream, _, use = now
-        clock = self._clocks[stream]
-        earlier = [part.write] if part.write else []
+        clock, earlier = self._clocks[stream], [part.write] if part.write else []
         if writes:
             earlier += [(other, count, read) for other, (count, read) in part.reads.items()]
         for other, count, earlier_use in earlier:
@@ -333,19 +286,6 @@ class Order:
         self.races[race] = self.races.get(race, 0) + 1
 
 
-def _records(words: Sequence[int]) -> Iterator[tuple[Kind, Sequence[int]]]:
-    at = 0
-    while at < len(words):
-        kind = Kind(words[at])
-        if kind is Kind.KERNEL:
-            length = 5 + 4 * words[at + 4]
-            yield kind, [*words[at + 1 : at + 4], *words[at + 5 : at + length]]
-        else:
-            length = _LENGTHS[kind]
-            yield kind, words[at + 1 : at + length]
-        at += length
-
-
 def _join(clock: Clock, other: Clock) -> None:
     for stream, count in other.items():
         if clock.get(stream, 0) < count:
@@ -354,9 +294,7 @@ def _join(clock: Clock, other: Clock) -> None:
 
 def _cut(parts: list[_Part], begin: int, end: int) -> tuple[list[_Part], list[_Part], list[_Part]]:
     """Return the parts before, within and behind, split where they lie across."""
-    before: list[_Part] = []
-    within: list[_Part] = []
-    behind: list[_Part] = []
+    before, within, behind = [], [], []
     for each in parts:
         part = each
         if part.begin < begin < part.end:

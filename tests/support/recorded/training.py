@@ -16,23 +16,14 @@ from recorded.communicators import Operation
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a training left on a rank, and what its device wrote down.
+    """What a training left on a rank, and what its device wrote down."""
 
-    Attributes:
-        trained: what `models.train` returns; None of another training.
-        races: in words, and how often.
-        kernels: by (kind of pass, stream, name), how many.
-        waits: of the host, by (what, pass), how many.
-        operations: of communicators, in order.
-        planned, in_passes, held, late: see `ordering.Order`.
-    """
-
-    trained: models.Trained | None
-    races: dict[str, int]
-    kernels: Counter[tuple[str, int, str]]
-    waits: Counter[tuple[str, str]]
-    operations: list[Operation]
-    planned: int
+    trained: models.Trained | None  # what `models.train` returns; None of another training
+    races: dict[str, int]  # in words, and how often
+    kernels: Counter[tuple[str, int, str]]  # by (kind of pass, stream, name), how many
+    waits: Counter[tuple[str, str]]  # of the host, by (what, pass), how many
+    operations: list[Operation]  # of communicators, in order
+    planned: int  # see `ordering.Order`
     in_passes: int
     held: int
     late: dict[str, int]

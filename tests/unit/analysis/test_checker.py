@@ -8,23 +8,18 @@ import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import random_schedule
+from orders import by_hand
 from programs import posted_earlier
 
+from megatron_zbpp import Costs, Pass, Placement, Schedule, ScheduleError, build, check
 from megatron_zbpp.analysis import checker as module
-from megatron_zbpp.analysis.checker import ScheduleError, check
 from megatron_zbpp.analysis.deadlock import prove
 from megatron_zbpp.analysis.lowering import lower
+from megatron_zbpp.analysis.memory import highest, live, peak
 from megatron_zbpp.analysis.program import EARLY, Receive, Send
-from megatron_zbpp.ir import BW, KINDS, B, F, Pass, Placement, Schedule, Together, W
-from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.graph import chain
-from megatron_zbpp.schedules import build, names
-from megatron_zbpp.techniques.offload.graph import offload
-
-
-def schedule_of(placement: Placement, num_microbatches: int, *orders: str) -> Schedule:
-    passes = [map(Pass.parse, order.split()) for order in orders]
-    return Schedule.of('x', placement, num_microbatches, passes)
+from megatron_zbpp.ir import BW, KINDS, B, F, W
+from megatron_zbpp.schedules import names
 
 
 def schedule_like(schedule: Schedule, orders: list[list[Pass]]) -> Schedule:
@@ -40,99 +35,6 @@ def is_legal(schedule: Schedule) -> bool:
 
 
 # ---- What is refused, and how it is said.
-
-FIRST, SECOND = '0F0 0F1 0B0 0W0 0BW1', '1F0 1B0 1F1 1B1 1W0 1W1'
-
-
-def test_split_and_fused_may_meet():
-    check(schedule_of(Placement.loop(2), 2, FIRST, SECOND))
-
-
-@pytest.mark.parametrize(
-    ('first', 'cell', 'says'),
-    [
-        ('0F0 0B0 0W0 0BW1', '[0BW1]', 'never does the forward of microbatch 1 .*: add 0F1'),
-        ('0F0 0F1 0B0 0BW1', '[0BW1]', 'never does the weight gradient .* 0 on stage 0: add 0W0$'),
-        ('0F0 0F1 0W0 0BW1', '[0W0]', 'never does the input gradient .* 0 on stage 0: add 0B0$'),
-        ('0F0 0F1 0B0 0W0', '[___]', 'input gradient of microbatch 1 .*: add 0B1 or 0BW1$'),
-        ('0F0 0F1 0F0 0B0 0W0 0BW1', '[0F0]', '0F0 on rank 0 repeats the forward that 0F0'),
-        ('0F0 0F1 0B0 0BW0 0BW1', '[0BW0]', '0BW0 .* repeats the input gradient that 0B0 has'),
-        ('0F0 0F1 0BW0 0W0 0BW1', '[0W0]', '0W0 .* repeats the weight gradient that 0BW0 has'),
-        ('1F0 0F0 0F1 0B0 0W0 0BW1', '[1F0]', '1F0 does not belong on rank 0: .* on rank 1'),
-        ('0F0 0F1 0B0 0W0 0BW1 0F2', '[0F2]', '0F2 does not .* microbatches 0 to 1 only'),
-        ('0F0 0F1 0B0 0W0 0BW1 7F0', '[7F0]', '7F0 does not .* stages 0 to 1 only'),
-        ('0F1 0F0 0B0 0W0 0BW1', '[0F1]', '0F1 on rank 0 comes before 0F0: each forward of'),
-        ('0F0 0F1 0B1 0B0 0W0 0W1', '[0B1]', '0B1 .* comes before 0B0: each input gradient of'),
-        ('0F0 0F1 0B0 0BW1 0W0', '[0BW1]', '0BW1 .* comes before 0W0: each weight gradient of'),
-        ('0B0 0F0 0F1 0W0 0BW1', '[0B0]', '0B0 on rank 0 comes before 0F0, which it needs'),
-        ('0F0 0F1 0W0 0B0 0BW1', '[0W0]', '0W0 on rank 0 comes before 0B0, which it needs'),
-    ],
-)
-def test_refusals(first, cell, says):
-    with pytest.raises(ScheduleError) as caught:
-        check(schedule_of(Placement.loop(2), 2, first, SECOND))
-    assert re.search(says, caught.value.what)
-    what, *grid = str(caught.value).splitlines()
-    assert what == caught.value.what
-    assert cell in grid[0].split() and grid[1].split() == ['rank', '1', *SECOND.split()]
-
-
-def test_names_a_long_cycle():
-    placement = Placement.loop(3, 2)
-    orders = ('3F0 0F0', '1F0 4F0', '2F0 5F0')
-    with pytest.raises(ScheduleError) as caught:
-        check(schedule_of(placement, 1, *orders))
-    assert caught.value.what == (
-        'deadlock, a cycle: rank 0 at 3F0 waits for 2F0, still to come on rank 2; '
-        'rank 2 at 2F0 waits for 1F0, still to come on rank 1; '
-        'rank 1 at 1F0 waits for 0F0, still to come on rank 0: '
-        'move an awaited pass to before the one that waits'
-    )
-
-
-def test_a_cell_waits_for_what_any_of_it_needs():
-    """Its first pass could run by itself; the other's gradient comes behind what it makes."""
-    cell = Together((Pass(F, 0, 1), Pass(BW, 0, 0)))
-    waiting = [Pass(kind, 1, i) for kind in (F, BW) for i in range(2)]
-    schedule = Schedule.of(
-        'x', Placement.loop(2), 2, [[Pass(F, 0, 0), cell, Pass(BW, 0, 1)], waiting]
-    )
-    with pytest.raises(ScheduleError) as caught:
-        check(schedule)
-    assert caught.value.what == (
-        'deadlock, a cycle: rank 0 at (0F1&0BW0) waits for 1BW0, still to come on rank 1; '
-        'rank 1 at 1F1 waits for 0F1, still to come on rank 0: '
-        'move an awaited pass to before the one that waits'
-    )
-
-
-def test_nobody_waits_for_a_copy_that_a_microbatch_does_without():
-    cell = Together((Pass(F, 1, 1), Pass(BW, 1, 0)))
-    first = [Pass(F, 0, 0), Pass(BW, 0, 0), Pass(F, 0, 1), Pass(BW, 0, 1)]
-    graph = offload(chain(2), [1])
-    orders = [first, [Pass(F, 1, 0), cell, Pass(BW, 1, 1)]]
-    with pytest.raises(ScheduleError, match=r'rank 1 at \(1F1&1BW0\) waits for 0F1, still to come'):
-        check(Schedule.of('x', Placement.loop(2), 2, orders, graph))
-
-
-def test_refuses_an_unknown_kind():
-    schedule = Schedule.of('x', Placement.loop(1), 1, [[Pass(F, 0, 0), Pass('R', 0, 0)]])
-    with pytest.raises(ScheduleError, match="0R0 does not belong on rank 0: its kind 'R' is none"):
-        check(schedule)
-
-
-def test_refuses_no_microbatches_and_missing_ranks():
-    with pytest.raises(ScheduleError, match='0 microbatches: a schedule needs'):
-        check(schedule_of(Placement.loop(1), 0, ''))
-    with pytest.raises(ScheduleError, match='passes of 1 ranks on a placement of 2'):
-        check(schedule_of(Placement.loop(2), 1, '0F0 0BW0'))
-
-
-def test_forward_only():
-    """Legal if every pass is F; one lone backward makes it a training schedule with holes."""
-    check(schedule_of(Placement.loop(2), 2, '0F0 0F1', '1F0 1F1'))
-    with pytest.raises(ScheduleError, match='input gradient of microbatch 0 on stage 0'):
-        check(schedule_of(Placement.loop(2), 1, '0F0', '1F0 1BW0'))
 
 
 def test_a_large_grid_shows_only_the_place():
@@ -164,32 +66,11 @@ def test_programs_that_cannot_run_are_refused(monkeypatch):
 
 
 def test_memory_limit():
-    schedule = build('1f1b', 4, 8)
-    check(schedule, memory_limit=4)
-    says = 'rank 0 holds activations of 4 at 0F3, 4 at its peak, above the limit of 3.5'
-    with pytest.raises(ScheduleError, match=says) as caught:
-        check(schedule, memory_limit=3.5)
-    assert '[0F3]' in str(caught.value)
-
-
-def test_memory_limit_in_the_units_of_the_costs():
-    schedule = build('1f1b', 2, 4)
+    """As large as this it is kept; what is said of smaller ones: cli/refused_values.json."""
+    check(build('1f1b', 4, 8), memory_limit=4)
     costs = Costs.of((1, 1), (1, 1), (1, 1), activation=(100, 500))
-    check(schedule, memory_limit=500, costs=costs)
-    with pytest.raises(ScheduleError, match='rank 1 holds activations of 500 at 1F0'):
-        check(schedule, memory_limit=499, costs=costs)
-    with pytest.raises(ValueError, match='costs of 4 stages do not fit'):
-        check(schedule, memory_limit=499, costs=Costs.uniform(Placement.v(2)))
-
-
-@pytest.mark.parametrize('limit', [-1, float('nan')])
-def test_memory_limit_must_be_an_amount(limit):
-    with pytest.raises(ValueError, match=f'memory limit {limit} is not an amount'):
-        check(build('1f1b', 2, 4), memory_limit=limit)
-
-
-def test_a_limit_of_thirds_is_met():
-    """7/3 of an activation fit into a limit of 7/3, whatever was rounded on the way."""
+    check(build('1f1b', 2, 4), memory_limit=500, costs=costs)
+    # 7/3 of an activation fit into a limit of 7/3, whatever was rounded on the way
     schedule = oracle.random_schedule(Random(1), Placement.loop(1, 3), 5)
     peak = Counter(p.kind for p in schedule.passes[0])[F] / 3
     for limit in (peak, round(peak, 9)):
@@ -225,47 +106,42 @@ def valid(draw) -> Schedule:
     return oracle.random_schedule(Random(draw(seeds)), placement, m)
 
 
-@given(st.data(), valid())
-def test_dropped(data, schedule):
-    orders = list(map(list, schedule.passes))
-    order = data.draw(st.sampled_from(orders))
-    order.pop(data.draw(st.integers(0, len(order) - 1)))
-    assert not is_legal(schedule_like(schedule, orders))
+def dropped(draw, orders):
+    order = draw(st.sampled_from(orders))
+    order.pop(draw(st.integers(0, len(order) - 1)))
 
 
-@given(st.data(), valid())
-def test_duplicated(data, schedule):
-    orders = list(map(list, schedule.passes))
-    p = data.draw(st.sampled_from([p for order in orders for p in order]))
-    order = data.draw(st.sampled_from(orders))
-    order.insert(data.draw(st.integers(0, len(order))), p)
-    assert not is_legal(schedule_like(schedule, orders))
+def duplicated(draw, orders):
+    p = draw(st.sampled_from([p for order in orders for p in order]))
+    order = draw(st.sampled_from(orders))
+    order.insert(draw(st.integers(0, len(order))), p)
 
 
-@given(st.data(), valid())
-def test_moved_to_another_rank(data, schedule):
-    orders = list(map(list, schedule.passes))
-    source, target = data.draw(st.permutations(range(len(orders))))[:2]
-    p = orders[source].pop(data.draw(st.integers(0, len(orders[source]) - 1)))
-    orders[target].insert(data.draw(st.integers(0, len(orders[target]))), p)
-    assert not is_legal(schedule_like(schedule, orders))
+def moved_to_another_rank(draw, orders):
+    source, target = draw(st.permutations(range(len(orders))))[:2]
+    p = orders[source].pop(draw(st.integers(0, len(orders[source]) - 1)))
+    orders[target].insert(draw(st.integers(0, len(orders[target]))), p)
 
 
-@given(st.data(), valid())
-def test_retargeted(data, schedule):
+def retargeted(draw, orders):
     """To another kind, stage or microbatch, known or not."""
-    orders = list(map(list, schedule.passes))
-    order = data.draw(st.sampled_from(orders))
-    at = data.draw(st.integers(0, len(order) - 1))
+    order = draw(st.sampled_from(orders))
+    at = draw(st.integers(0, len(order) - 1))
     p = order[at]
-    order[at] = data.draw(
+    order[at] = draw(
         st.one_of(
             st.sampled_from([*KINDS, 'R', '']).map(lambda kind: p._replace(kind=kind)),
             st.integers(-1, 9).map(lambda stage: p._replace(stage=stage)),
             st.integers(-1, 6).map(lambda microbatch: p._replace(microbatch=microbatch)),
         ).filter(lambda other: other != p)
     )
-    assert not is_legal(schedule_like(schedule, orders))
+
+
+def swapped_across_a_dependency(draw, orders):
+    order = draw(st.sampled_from(orders))
+    pairs = [(i, j) for j in range(len(order)) for i in range(j) if depends(order[j], order[i])]
+    i, j = draw(st.sampled_from(pairs))
+    order[i], order[j] = order[j], order[i]
 
 
 def depends(later: Pass, earlier: Pass) -> bool:
@@ -282,28 +158,25 @@ def depends(later: Pass, earlier: Pass) -> bool:
     return later.stage < earlier.stage or (later.kind, later.stage) == (W, earlier.stage)
 
 
+MUTATIONS = dropped, duplicated, moved_to_another_rank, retargeted, swapped_across_a_dependency
+
+
+@pytest.mark.parametrize('mutate', MUTATIONS)
 @given(st.data(), valid())
-def test_swapped_across_a_dependency(data, schedule):
+def test_mutants_are_refused(mutate, data, schedule):
     orders = list(map(list, schedule.passes))
-    order = data.draw(st.sampled_from(orders))
-    pairs = [(i, j) for j in range(len(order)) for i in range(j) if depends(order[j], order[i])]
-    i, j = data.draw(st.sampled_from(pairs))
-    order[i], order[j] = order[j], order[i]
+    mutate(data.draw, orders)
     assert not is_legal(schedule_like(schedule, orders))
 
 
 # ---- Brute force on small cases: the same verdict, yes or no.
 
 SMALL = (
-    (Placement.loop(1), 2, (F, B, W)),
-    (Placement.loop(1, 2), 1, (F, B, W)),
-    (Placement.loop(2), 1, (F, B, W)),
-    (Placement.v(2), 1, (F, BW)),
-    (Placement.loop(2), 2, (F, BW)),
-    (Placement.loop(3), 1, (F, B)),
-    (Placement.loop(3), 2, (F,)),
+    (Placement.loop(1), 2, (F, B, W)), (Placement.loop(1, 2), 1, (F, B, W)),
+    (Placement.loop(2), 1, (F, B, W)), (Placement.v(2), 1, (F, BW)),
+    (Placement.loop(2), 2, (F, BW)), (Placement.loop(3), 1, (F, B)), (Placement.loop(3), 2, (F,)),
     (Placement.v(2), 2, (F,)),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(('placement', 'm', 'kinds'), SMALL)
@@ -348,3 +221,82 @@ def test_the_oracle_sees_programs_that_deadlock():
     assert not oracle.programs_always_end(((send_a, send_b), (receive_a, b, receive_b, a)))
     both_send = (Send(a, b, 1), Receive(a, a, 1)), (Send(a, a, 0), Receive(a, b, 0))
     assert not oracle.programs_always_end(both_send)
+
+
+# ---- Activations that ranks hold.
+
+
+# activations of a stage and what waits for W; what is held behind each pass, and at most within
+HELD = [
+    ('0F0 1F0 1B0 0B0 0F1 0W0 1W0 1F1 1BW1 0BW1', (10, 4), (3, 1),
+     (10, 14, 11, 4, 14, 11, 10, 14, 10, 0), (10, 14, 11, 4, 14, 11, 10, 14, 11, 3)),
+    ('0F0 0B0 0W0', (2,), (3,), (2, 3, 0), (2, 3, 0)),  # B may hold more than F
+    # between its B and its W a BW holds what waits; where no W is alone, nothing waits
+    ('0F0 0F1 0BW0 0B1 0W1', (2,), (5,), (2, 4, 2, 5, 0), (2, 4, 7, 5, 0)),
+    ('0F0 0F1 0BW0 0BW1', (2,), (5,), (2, 4, 2, 0), (2, 4, 2, 0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(('order', 'activation', 'retained', 'behind', 'within'), HELD)
+def test_each_pass_takes_and_releases_its_share(order, activation, retained, behind, within):
+    ones = (1,) * len(activation)
+    costs = Costs.of(ones, ones, ones, activation=activation, retained=retained)
+    schedule = by_hand(Placement.loop(1, len(ones)), len(re.findall('0F', order)), order)
+    assert live(schedule, costs) == (behind,)
+    assert highest(schedule, costs) == (within,)
+    assert peak(schedule, costs) == (max(within),)
+
+
+@pytest.mark.parametrize(
+    ('order', 'at'), [('0F0 0F1 0B0 0W0 0BW1', '0B0'), ('0F0 0F1 0BW0 0B1 0W1', '0BW0')]
+)
+def test_the_check_counts_what_b_adds(order, at):
+    costs = Costs.of((1,), (1,), (1,), activation=(2,), retained=(5,))
+    check(by_hand(1, 2, order), memory_limit=7, costs=costs)
+    with pytest.raises(ScheduleError, match=f'holds activations of 7 at {at}, 7 at its peak'):
+        check(by_hand(1, 2, order), memory_limit=6, costs=costs)
+
+
+@pytest.mark.parametrize('v', [3, 6, 7, 10])
+def test_fractions_of_an_activation_add_up(v):
+    """v chunks of a v-th are exactly one, and what is released leaves exactly nothing."""
+    m, stages = 50, range(v)
+    forwards = [Pass('F', s, i) for s in stages for i in range(m)]
+    backwards = [Pass('BW', s, i) for s in reversed(stages) for i in range(m)]
+    schedule = Schedule.of('x', Placement.loop(1, v), m, [forwards + backwards])
+    costs = Costs.uniform(schedule.placement)
+    assert peak(schedule, costs) == (50.0,)
+    assert live(schedule, costs)[0][-1] == 0.0
+
+
+@pytest.mark.parametrize('p', range(2, 17))
+@pytest.mark.parametrize('extra', [0, 1, 5])
+def test_published_peaks(p, extra):
+    """Per rank, i from 1: arXiv 2401.10241, table 2; ZB-V, section 6: the same on every rank."""
+    m = 2 * p - 1 + extra
+    m_b, m_w = 34 + 5 * 24, 32
+    costs = Costs.uniform(Placement.loop(p))
+    costs = costs.with_amounts(activation=(m_b,) * p, retained=(m_w,) * p)
+    ranks = range(1, p + 1)
+    assert peak(build('1f1b', p, m), costs) == tuple((p - i + 1) * m_b for i in ranks)
+    h1 = tuple((p - i + 1) * m_b + (i - 1) * m_w for i in ranks)
+    assert peak(build('zb-h1', p, m), costs) == h1
+    h2 = tuple((2 * p - 2 * i + 1) * m_b + (2 * i - 2) * m_w for i in ranks)
+    assert peak(build('zb-h2', p, m), costs) == h2
+    zb_v = build('zb-v', p, m)
+    assert peak(zb_v, Costs.uniform(zb_v.placement)) == (float(p),) * p
+
+
+@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 4))
+def test_nothing_remains_and_the_order_alone_counts(seed, p, m):
+    random = Random(seed)
+    schedule = random_schedule(random, Placement.v(p), m)
+    amounts = [(random.randint(1, 9), random.randint(0, 9)) for _ in range(2 * p)]
+    held, kept = zip(*amounts, strict=True)
+    times = tuple(random.random() for _ in range(2 * p))
+    fast = Costs.of((1,) * 2 * p, (1,) * 2 * p, (1,) * 2 * p, activation=held, retained=kept)
+    slow = Costs.of(times, times, times, comm=3.0, activation=held, retained=kept)
+    assert live(schedule, fast) == live(schedule, slow)
+    assert [after[-1] for after in live(schedule, fast)] == [0.0] * p
+    most = highest(schedule, fast)
+    assert all(max(a) == b for a, b in zip(most, peak(schedule, fast), strict=True))

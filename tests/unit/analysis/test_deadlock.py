@@ -1,7 +1,5 @@
 """What programs bear: every rule of a backend, and what the proof says of those that do not."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from random import Random
@@ -13,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import posted_earlier, posted_later, side_by_side
 
+from megatron_zbpp import Pass, Placement, build
 from megatron_zbpp.analysis.deadlock import EVERY_RULE, DeadlockError, Rule, prove
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.program import BY_TAKER, EARLY, LATE, LATEST, RECEIVES, Receive, Send
 from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
-from megatron_zbpp.ir import Pass, Placement
-from megatron_zbpp.schedules import build, names
+from megatron_zbpp.schedules import names
 
 SETS = [
     Rule.RENDEZVOUS,
@@ -123,10 +121,7 @@ def test_earlier_still_is_stuck_in_launch_order():
     with pytest.raises(DeadlockError, match='rendezvous, launch order: rank 0 waits at') as error:
         prove(programs, Rule.RENDEZVOUS | Rule.LAUNCH_ORDER)
     assert 'receive(for' in str(error.value)
-
-
-def test_sends_that_wait_for_each_other_are_a_deadlock():
-    """Two ranks that both send first hang where sends rendezvous."""
+    # two ranks that both send first hang where sends rendezvous
     a, b = [[Pass('F', stage, i) for i in range(2)] for stage in range(2)]
     programs = (
         (a[0], Send(a[0], b[1], 1), Receive(b[0], a[1], 1), a[1]),
@@ -134,19 +129,13 @@ def test_sends_that_wait_for_each_other_are_a_deadlock():
     )
     with pytest.raises(DeadlockError, match='by the rules of rendezvous: rank 0 waits at send'):
         prove(programs)
-
-
-def test_a_rank_that_waits_at_a_send_waits_for_none_of_its_receives():
-    """Though one is open: it is for a pass that comes later."""
+    # though one is open: it is for a pass that comes later
     a, b = [[Pass('F', stage, i) for i in range(2)] for stage in range(2)]
     send, other = Send(a[0], b[1], 1), Send(b[0], a[1], 0, saved=True)
     programs = ((Receive(b[0], a[1], 1), a[0], send, a[1]), (b[0], other, Send(b[0], a[1], 0)))
     with pytest.raises(DeadlockError) as error:
         prove(programs)
     assert error.value.stuck == {0: str(send), 1: str(other)}
-
-
-def test_messages_out_of_order_are_refused():
     a, b = Pass('F', 1, 0), Pass('F', 1, 1)
     made = Pass('F', 0, 0)
     programs = (

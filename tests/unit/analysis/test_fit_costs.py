@@ -1,9 +1,6 @@
 """Costs as they were measured, by stage and kind of pass."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 import oracle
@@ -11,25 +8,19 @@ import pytest
 from grids import grid
 from hypothesis import given
 from hypothesis import strategies as st
+from orders import by_hand
 
+from megatron_zbpp import Costs, Placement, build, simulate
 from megatron_zbpp.analysis.fit_costs import fit, full_rank, measured_costs, middle
-from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import Pass, Placement, Schedule, Together, chain
-from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir import chain
 from megatron_zbpp.ir.timeline import Timeline
-from megatron_zbpp.schedules import build, names
-from megatron_zbpp.techniques.recompute.graph import recompute
+from megatron_zbpp.schedules import names
+from megatron_zbpp.techniques.recompute import recompute
 from megatron_zbpp.techniques.slices.graph import sliced
-from megatron_zbpp.techniques.updates.graph import updating
+from megatron_zbpp.techniques.updates.versions import updating
 from megatron_zbpp.techniques.vocabulary.graph import split_vocabulary
 
 V = Costs.of((1.0, 1.1, 1.2, 1.4), (1.5, 1.6, 1.7, 2.0), (0.7, 0.8, 0.9, 1.0))
-
-
-def _entries(order: list[str]) -> Iterator[Pass | Together]:
-    for text in order:
-        passes = tuple(map(Pass.parse, text.strip('()').split('&')))
-        yield Together(passes) if len(passes) > 1 else passes[0]
 
 
 def times(costs: Costs) -> tuple[tuple[float, ...], ...]:
@@ -44,18 +35,14 @@ def test_as_they_were(schedule, m):
     assert (found.comm, found.together) == (0.25, 1)
 
 
-def test_whole_backwards_are_b():
+def test_whole_backwards():
     """Where no W runs by itself nobody knows its share."""
     schedule = build('1f1b', 2, 4)
     costs = Costs.of((1.0, 1.5), (2.0, 2.5), (3.0, 3.5))
     found = fit(simulate(schedule, costs))
     assert times(found) == ((1, 1.5), (5, 6), (0, 0))
-
-
-def test_whole_backwards_among_others():
-    """They are no longer B's: those without W tell."""
-    orders = [['0F0', '0F1', '0BW0', '0B1', '0W1'], ['1F0', '1BW0', '1F1', '1BW1']]
-    schedule = Schedule.of('own', Placement.loop(2), 2, map(_entries, orders))
+    # they are no longer B's: those without W tell
+    schedule = by_hand(2, 2, '0F0 0F1 0BW0 0B1 0W1', '1F0 1BW0 1F1 1BW1')
     costs = Costs.of((1.0, 1.0), (2.0, 2.5), (0.5, 0.75))
     assert times(fit(simulate(schedule, costs))) == ((1, 1), (2, 3.25), (0.5, 0))
 
@@ -73,8 +60,7 @@ def test_what_cells_take(share):
 
 def test_cells_whose_backwards_leave_w():
     """And the last backward whole: what is left of it is B."""
-    orders = [['0F0', '(0F1&0B0)', '0W0', '0BW1'], ['1F0', '1B0', '1W0', '1F1', '1BW1']]
-    schedule = Schedule.of('own', Placement.loop(2), 2, map(_entries, orders))
+    schedule = by_hand(2, 2, '0F0 (0F1&0B0) 0W0 0BW1', '1F0 1B0 1W0 1F1 1BW1')
     found = fit(simulate(schedule, Costs.of((1.0, 1.0), (2.0, 2.0), (0.5, 0.5), together=0.5)))
     assert times(found) == ((1, 1), (2, 2), (0.5, 0.5)) and found.together == 0.5
 
@@ -88,8 +74,7 @@ def test_slices_are_told_of_the_whole_sequence(whole):
     )
     if not whole:
         orders = [re.sub(r'(\d)BW(\S+)', r'\1B\2 \1W\2', order) for order in orders]
-    passes = [map(Pass.parse, order.split()) for order in orders]
-    schedule = Schedule.of('slices', Placement.loop(2), 2, passes, sliced(chain(2), 2))
+    schedule = by_hand(2, 2, *orders, graph=sliced(chain(2), 2))
     costs = Costs.of((1.0, 1.5), (2.0, 2.5), (0.5, 0.75))
     measured = simulate(schedule, costs)
     found = fit(measured)
@@ -101,9 +86,7 @@ def test_slices_are_told_of_the_whole_sequence(whole):
 def test_all_kinds_that_compute():
     """Also behind the stages; and of several measurements the medians."""
     graph = updating(recompute(split_vocabulary(chain(2), 2), [0]))
-    orders = '0F0 2S0 2T0 0R0 0BW0 0U0', '1F0 3S0 1BW0 3T0 1U0'
-    passes = [map(Pass.parse, order.split()) for order in orders]
-    schedule = Schedule.of('all', Placement.loop(2), 1, passes, graph)
+    schedule = by_hand(2, 1, '0F0 2S0 2T0 0R0 0BW0 0U0', '1F0 3S0 1BW0 3T0 1U0', graph=graph)
     kinds = {
         'F': (1.0, 1.5),
         'B': (2.0, 2.5),
@@ -125,9 +108,6 @@ def test_what_copies_take_is_not_known():
     schedule = build('po-h', 2, 4)
     costs = Costs.uniform(schedule.placement).with_times(O=(1.0,) * 4, L=(1.0,) * 4)
     assert fit(simulate(schedule, costs)).times.keys() == {*'FBW'}
-
-
-def test_a_full_rank_has_no_copy_of_the_other_route():
     held = dict.fromkeys(range(4), (8.0, 4.0))
     assert full_rank(Placement.two_way(4), held) == full_rank(Placement.loop(4), held) == 8
     assert full_rank(Placement.v(2), held) == 16
@@ -162,9 +142,6 @@ def test_an_iteration_that_was_disturbed_does_not_count():
     disturbed = Timeline(schedule, oracle.spans(schedule, V, (1.0, 10.0, 1.0, 1.0)))
     found = middle([fit(quiet), fit(disturbed), fit(quiet)])
     assert times(found) == tuple(map(pytest.approx, times(V)))
-
-
-def test_one_rank_has_no_latency():
     schedule = build('1f1b', 1, 3)
     assert measured_costs(simulate(schedule, Costs.uniform(schedule.placement))).comm == 0
 

@@ -1,22 +1,55 @@
 """Lowering: messages in one global order, receives posted in time, no deadlock."""
 
-from __future__ import annotations
-
+import cProfile
+import pstats
 from collections import defaultdict
 from dataclasses import replace
 from random import Random
+from unittest import mock
 
+import oracle
 import pytest
-from hypothesis import given
+from grids import grid
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import Timing
+from orders import by_hand
+from paths import ROOT
+from programs import Timing, awaited_early, in_flight, posted_later, spinning
+from published import published
 
-from megatron_zbpp.analysis.lowering import lower
-from megatron_zbpp.analysis.program import EARLY, LATE, RECEIVES, Hand, Receive, Send
-from megatron_zbpp.ir import Pass, Placement, Schedule
-from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.grid import ScheduleError
-from megatron_zbpp.schedules import build
+from megatron_zbpp import Costs, Pass, Placement, ScheduleError, build, check, simulate
+from megatron_zbpp.analysis import lowering
+from megatron_zbpp.analysis.checker import is_mirrored
+from megatron_zbpp.analysis.deadlock import DeadlockError, prove
+from megatron_zbpp.analysis.lowering import lower, usual_costs
+from megatron_zbpp.analysis.program import (
+    BY_TAKER,
+    EARLY,
+    LATE,
+    LATEST,
+    RECEIVES,
+    Exchange,
+    Hand,
+    Receive,
+    Send,
+)
+from megatron_zbpp.analysis.run_ahead import (
+    evaluation,
+    passes_ahead,
+    passes_run_ahead,
+    rank_order,
+    split,
+)
+from megatron_zbpp.ir import F, chain
+from megatron_zbpp.schedules import FAMILIES, own_families
+from megatron_zbpp.techniques.slices.place import in_slices
+from megatron_zbpp.techniques.vocabulary.graph import USUAL_SHARE
+from megatron_zbpp.techniques.vocabulary.place import (
+    in_shards,
+    with_embedding,
+    with_shard_times,
+    with_shards,
+)
 
 schedules = st.builds(
     build, st.sampled_from(['1f1b', 'zb-h1', 'zb-v']), st.integers(2, 5), st.integers(1, 9)
@@ -98,7 +131,312 @@ def test_messages_travel_while_their_receiver_computes(name, receives, times):
 
 
 def test_circle_of_ranks_is_a_deadlock():
-    f, b = [Pass('F', s, 0) for s in range(2)], [Pass('BW', s, 0) for s in range(2)]
-    schedule = Schedule.of('circle', Placement.loop(2), 1, [[b[0], f[0]], [f[1], b[1]]])
     with pytest.raises(ScheduleError, match=r'rank 0 at 0BW0 waits.*rank 1 at 1F0 waits'):
-        lower(schedule)
+        lower(by_hand(2, 1, '0BW0 0F0', '1F0 1BW0'))
+
+
+# ---- When receives are posted: fewer are in flight, fewer kernels spin beside passes, for nothing.
+
+
+PAGE = ROOT / 'docs' / 'gpu-tips.md'
+
+
+@pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v', 'dualpipe-v'])
+def test_fewer_receives_are_in_flight(name):
+    """The later they are posted; how many: numbers.json."""
+    for m in (8, 16):
+        schedule = build(name, 4, m)
+        counted = [in_flight(lower(schedule, receives)) for receives in RECEIVES]
+        assert counted == sorted(counted, reverse=True) and counted[0][0] > counted[-1][0]
+
+
+@pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-2p', 'zb-v', 'dualpipe-v', 'interleaved'])
+def test_the_page_says_how_long_they_spin(name):
+    """Neither do sends in their place: of both, the page names the share for late receives."""
+    schedule = build(name, 4, 16)
+    shares = {receives: spinning(schedule, lower(schedule, receives)) for receives in RECEIVES}
+    early, late, latest = (round(100 * shares[receives][0]) for receives in RECEIVES)
+    either = round(100 * shares[LATE][1])
+    assert f'| `{name}` | {early} | {late} | {latest} | {either} |' in PAGE.read_text()
+    for of_either in (0, 1):
+        parts = [shares[receives][of_either] for receives in RECEIVES]
+        assert parts == sorted(parts, reverse=True)
+
+
+@pytest.mark.parametrize(('message', 'most'), [(0.1, 1.045), (0.01, 1.005)])
+@pytest.mark.parametrize('name', ['1f1b', 'interleaved', 'zb-h1', 'zb-v'])
+def test_what_the_latest_costs(name, message, most):
+    """Little, where messages are short: see the page."""
+    schedule = build(name, 8, 32)
+    costs = replace(Costs.uniform(schedule.placement), comm=message)
+    programs = lower(schedule, LATEST)
+    at_once = Timing(programs, costs, streams=False, in_order=False).makespan
+    for in_order in (False, True):
+        assert Timing(programs, costs, streams=True, in_order=in_order).makespan <= most * at_once
+
+
+def test_only_messages_move():
+    """The passes of each rank, and what it sends to whom, are the same in the same order."""
+    schedule = build('zb-v', 4, 8)
+    early, late = lower(schedule, EARLY), lower(schedule, LATE)
+    assert early != late
+    for one, other in zip(early, late, strict=True):
+        assert sorted(map(repr, one)) == sorted(map(repr, other))
+        assert _passes(one) == _passes(other)
+        for peer in range(4):
+            for kind in ('Send', 'Receive'):
+                assert _messages(one, kind, peer) == _messages(other, kind, peer)
+
+
+def _passes(program):
+    return [i for i in program if isinstance(i, Pass)]
+
+
+def _messages(program, kind, peer):
+    return [i for i in program if type(i).__name__ == kind and i.peer == peer]
+
+
+# messages of forwards, for how many of them a rank waits before a pass that does not take them: as
+# receives are posted late, and by takers
+WAITS = {
+    '1f1b': (48, 24, 0), 'zb-h1': (48, 39, 0), 'bpipe': (48, 24, 0), 'interleaved': (112, 104, 12),
+    'zb-v': (96, 90, 33), 'v-half': (96, 60, 2), 'v-min': (96, 47, 1), 'dualpipe-v': (96, 90, 32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('name', WAITS)
+def test_shapes_are_awaited_by_the_pass_that_takes_the_message(name):
+    """Or earlier, where passes that synchronise would stop for ever."""
+    schedule = build(name, 4, 16)
+    by_taker = lower(schedule, BY_TAKER)
+    sent, late, left = WAITS[name]
+    assert awaited_early(lower(schedule, LATE)) == (late, sent)
+    assert awaited_early(by_taker) == (left, sent)
+    for receive, later in posted_later(by_taker):
+        if receive.consumer.kind == 'F':
+            with pytest.raises(DeadlockError):
+                prove(later)
+
+
+def test_an_evaluation_waits_for_what_it_takes():
+    for name in WAITS:
+        programs = lower(evaluation(build(name, 4, 16)), BY_TAKER)
+        assert awaited_early(programs)[0] == (2 if name in ('zb-v', 'dualpipe-v') else 0)
+
+
+# ---- A collective ends when all ranks have entered it: none may first run a pass that ends later.
+
+
+def latest(schedule, costs):
+    """By how much the last rank enters a collective behind the last contribution, in forwards."""
+    ends = simulate(schedule, costs).by_pass
+    late = 0.0
+    for program in lowering.lower(schedule):
+        now = 0.0
+        for each in program:
+            if isinstance(each, Pass):
+                now = ends[each][1]
+            elif isinstance(each, Exchange):
+                late = max(late, now - max(ends[p][1] for p in each.producers))
+    return late
+
+
+def made(name, share):
+    host = build(name, 8, 16)
+    costs = with_shard_times(Costs.uniform(host.placement), host.placement, share)
+    return in_shards(host, costs), costs
+
+
+@pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v'])
+@pytest.mark.parametrize(('share', 'known'), [(USUAL_SHARE, False), (0.5, True), (0.8, True)])
+def test_all_ranks_enter_before_the_last_contribution(name, share, known):
+    """By the costs that a schedule was made for, else by what shards usually take.
+
+    The latency by which programs are written makes some hundredths.
+    """
+    schedule, costs = made(name, share)
+    schedule = replace(schedule, costs=costs) if known else schedule
+    assert latest(schedule, costs) < 0.2
+
+
+@pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v'])
+def test_that_would_show_programs_of_other_times(name):
+    """As they were: S and T took none."""
+    schedule, costs = made(name, 0.5)
+    untimed = Costs.uniform(schedule.placement, comm=0.01)
+    with mock.patch.object(lowering, 'usual_costs', lambda _: untimed):
+        assert latest(schedule, costs) > 0.3
+
+
+# ---- Building, checking and lowering take time that is linear in passes.
+
+
+def calls(name: str, p: int, m: int) -> float:
+    """Calls for each pass, to build and to check a schedule."""
+    chain.cache_clear()
+    profile = cProfile.Profile()
+    schedule = profile.runcall(build, name, p, m)
+    profile.runcall(check, schedule)
+    return pstats.Stats(profile).total_calls / sum(map(len, schedule.passes))
+
+
+@pytest.mark.parametrize(
+    ('name', 'small', 'large'),
+    [
+        ('1f1b', (8, 64), (8, 512)),
+        ('1f1b', (8, 512), (64, 64)),
+        ('zb-v', (4, 64), (4, 256)),
+        ('zb-v', (4, 256), (16, 64)),
+        ('zb-v', (32, 8), (128, 8)),  # fewer microbatches than ranks
+        pytest.param('zb-v', (64, 16), (256, 16), marks=pytest.mark.full),
+        ('interleaved', (4, 256), (32, 32)),
+        ('dualpipe-v', (4, 256), (16, 64)),
+        ('dualpipe', (4, 256), (16, 64)),
+        ('chimera', (4, 256), (16, 64)),
+        pytest.param('dualpipe', (8, 64), (64, 512), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_calls_for_each_pass_do_not_grow(name, small, large):
+    assert calls(name, *large) < 1.5 * calls(name, *small)
+
+
+# ---- What may run ahead: closed under what it needs, and never mixed up on the way.
+
+
+@st.composite
+def schedules_and_sizes(draw):
+    name = draw(st.sampled_from([family.name for family in FAMILIES]))
+    p, m = draw(st.integers(2, 5)), draw(st.integers(1, 12))
+    try:
+        return build(name, p, m)
+    except ValueError:
+        return build('zb-v', p, m)
+
+
+@settings(max_examples=60)
+@given(schedules_and_sizes(), st.integers(0, 5))
+def test_programs_stay_free_of_deadlock_and_in_order(schedule, early):
+    """However many ranks go ahead, under every rule of a backend.
+
+    All that is sent ahead is received ahead: nothing of a dropped forward is left on the way.
+    """
+    programs = lower(schedule)
+    ahead = passes_run_ahead(schedule, passes_ahead(schedule), early)
+    parts = [split(program, ahead) for program in programs]
+    prove([begun + rest for begun, rest in parts])
+    for program, (begun, rest) in zip(programs, parts, strict=True):
+        assert sorted(map(str, program)) == sorted(map(str, begun + rest))
+    sent, received = (
+        sorted(i.consumer for begun, _ in parts for i in begun if isinstance(i, end))
+        for end in (Send, Receive)
+    )
+    assert sent == received
+
+
+def test_what_a_rank_hands_to_itself_may_run_ahead():
+    """Two stages that follow each other on the first rank: both forwards of each microbatch."""
+    orders = '0F0 1F0 0F1 1F1 1BW0 0BW0 1BW1 0BW1', '2F0 3F0 2F1 3F1 3BW0 2BW0 3BW1 2BW1'
+    assert passes_ahead(by_hand(Placement((0, 0, 1, 1)), 2, *orders)) == (4, 0)
+
+
+@settings(max_examples=60)
+@given(schedules_and_sizes())
+def test_what_is_ahead_needs_nothing_from_behind(schedule):
+    order = rank_order(schedule.placement)
+    counts, rank_of = passes_ahead(schedule), schedule.placement.only_route
+    ahead = passes_run_ahead(schedule, counts, len(order))
+    assert counts[order[-1]] == 0
+    for p in ahead:
+        assert p.kind == F
+        if p.stage:
+            assert Pass(F, p.stage - 1, p.microbatch) in ahead
+            sender, taker = rank_of[p.stage - 1], rank_of[p.stage]
+            assert order.index(sender) <= order.index(taker)
+
+
+@pytest.mark.parametrize(
+    ('name', 'p', 'counts'),
+    [('zb-2p', 4, (7, 5, 3, 0)), ('zb-h1', 4, (4, 3, 2, 0)), ('1f1b', 4, (4, 3, 2, 0))],
+)
+def test_warm_up_is_ahead(name, p, counts):
+    assert passes_ahead(build(name, p, 16)) == counts
+
+
+def test_chain_follows_the_stages():
+    assert rank_order(Placement.loop(3, 2)) == (0, 1, 2)
+    assert rank_order(build('zb-v', 3, 4).placement) == (0, 1, 2)
+
+
+# ---- Evaluations: an order that is made for forwards alone.
+
+
+EVALUATED = [each.name for each in own_families(every=True) if not each.asynchronous]
+PLACEMENTS = (
+    Placement.loop(3, 2),
+    Placement.v(2),
+    Placement.wave(2, 3),
+    Placement((1, 0, 0, 1, 0)),
+)
+
+
+ROUNDING = 1e-12  # sums of times have other orders
+
+
+def times_ideal(schedule):
+    """Time over that of the busiest rank, if stages and messages take what programs assume."""
+    timeline = simulate(schedule, Costs.uniform(schedule.placement, comm=0.01))
+    return timeline.makespan / max(map(timeline.busy, range(schedule.num_ranks)))
+
+
+def require_in_order(schedule, evaluated):
+    """It runs the same forwards, deadlock-free, and each stage's in the order of microbatches."""
+    check(evaluated)
+    for own, order in zip(schedule.forward_only().passes, evaluated.passes, strict=True):
+        assert sorted(own) == sorted(order)
+        for stage in {p.stage for p in order}:
+            own = [(p.microbatch, p.slice) for p in order if (p.kind, p.stage) == ('F', stage)]
+            assert own == sorted(own)
+
+
+@grid(name=EVALUATED, size=((2, 3), (4, 8), (4, 6), (6, 7), (8, 32)))
+def test_every_family(name, size):
+    """It is never slower than the order that was made for backwards, nor are more messages open."""
+    try:
+        schedule = build(name, *size)
+    except ValueError:
+        pytest.skip('the family does not know this size')
+    before, evaluated = schedule.forward_only(), evaluation(schedule)
+    require_in_order(schedule, evaluated)
+    assert times_ideal(evaluated) <= times_ideal(before)
+    assert in_flight(lower(evaluated))[1] <= max(1, in_flight(lower(before))[1])
+    assert is_mirrored(evaluated) >= is_mirrored(before)
+
+
+@pytest.mark.parametrize(('name', 'before', 'after'), published(__file__, 'evaluation'))
+def test_it_takes_what_forwards_take(name, before, after):
+    schedule = build(name, 8, 32)
+    assert times_ideal(schedule.forward_only()) == pytest.approx(before, abs=5e-4)
+    assert times_ideal(evaluation(schedule)) == pytest.approx(after, abs=5e-4)
+
+
+@grid(name=('1f1b', 'zb-v', 'v-min', 'interleaved'), cut=(1, 3), embedding=(False, True))
+def test_shards_of_the_vocabulary_and_slices(name, cut, embedding):
+    schedule = with_shards(in_slices(name, 4, 8, cut))
+    schedule = with_embedding(schedule) if embedding else schedule
+    evaluated = evaluation(schedule)
+    require_in_order(schedule, evaluated)
+    before, after = (
+        simulate(each, usual_costs(each)).makespan for each in (schedule.forward_only(), evaluated)
+    )
+    assert after <= before * (1 + ROUNDING)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32), st.sampled_from(PLACEMENTS), st.integers(1, 5))
+def test_any_plan(seed, placement, m):
+    """A user's own order, on any placement."""
+    schedule = oracle.random_schedule(Random(seed), placement, m)
+    evaluated = evaluation(schedule)
+    require_in_order(schedule, evaluated)
+    assert times_ideal(evaluated) <= times_ideal(schedule.forward_only()) * (1 + ROUNDING)

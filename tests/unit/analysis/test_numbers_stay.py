@@ -6,8 +6,6 @@ copies. Where one was changed on purpose, write it anew and say why in the commi
     PYTHONPATH=tests/support python tests/unit/analysis/test_numbers_stay.py
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,20 +15,18 @@ from pathlib import Path
 import pytest
 from stays import digits
 
+from megatron_zbpp import Costs, Schedule, build, simulate
 from megatron_zbpp.analysis.fit_costs import fit, full_rank, measured_costs, middle, with_bytes
+from megatron_zbpp.analysis.gain import critical_path, gaps
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import begun, highest, live, peak, stored
 from megatron_zbpp.analysis.program import EARLY, LATE, LATEST
 from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
-from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.analysis.waits import critical_path, gaps
-from megatron_zbpp.ir import Schedule
-from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import HOST, PARTNER
-from megatron_zbpp.schedules import FAMILIES, build
-from megatron_zbpp.techniques.evict.place import with_eviction
-from megatron_zbpp.techniques.offload.place import offloaded
-from megatron_zbpp.techniques.recompute.place import recomputed
+from megatron_zbpp.schedules import FAMILIES
+from megatron_zbpp.techniques.evict import with_eviction
+from megatron_zbpp.techniques.offload import offloaded
+from megatron_zbpp.techniques.recompute import recomputed
 
 FILE = Path(__file__).with_name('numbers.json')
 _TIMES = ((2.0, 3.0, 2.0), (3.0, 4.0, 1.0), (2.5, 2.0, 2.5))

@@ -1,5 +1,6 @@
 """The simulator: against brute force, published tables and formulas, and the clock."""
 
+import re
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -10,27 +11,20 @@ import pytest
 from grids import grid
 from hypothesis import given
 from hypothesis import strategies as st
+from orders import by_hand
 from zero_bubble import TABLE_5, paper_costs
 
+from megatron_zbpp import Costs, Pass, Placement, Schedule, ScheduleError, build, simulate
+from megatron_zbpp.analysis.gain import critical_path, gain_text, gaps, idle_parts, makespan_of
 from megatron_zbpp.analysis.memory import peak
-from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.analysis.waits import critical_path
-from megatron_zbpp.ir import Pass, Placement, Schedule
-from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.graph import chain
-from megatron_zbpp.ir.grid import ScheduleError
-from megatron_zbpp.schedules import build
-from megatron_zbpp.techniques.offload.graph import offload
+from megatron_zbpp.ir import chain
+from megatron_zbpp.schedules import names
+from megatron_zbpp.techniques.offload import offload
 
 PLACEMENTS = (
-    Placement.loop(1),
-    Placement.loop(3),
-    Placement.loop(2, 2),
-    Placement.v(2),
-    Placement.v(3),
-    Placement.wave(2, 3),
-    Placement((0, 1, 1, 2, 0)),
-)
+    Placement.loop(1), Placement.loop(3), Placement.loop(2, 2), Placement.v(2), Placement.v(3),
+    Placement.wave(2, 3), Placement((0, 1, 1, 2, 0)),
+)  # fmt: skip
 
 
 def random_costs(random, num_stages: int) -> Costs:
@@ -78,8 +72,7 @@ def test_critical_path_explains_the_makespan(seed, placement, m):
 
 def test_critical_path_by_hand():
     """One microbatch over two ranks and back: nothing to wait for but the other rank."""
-    orders = ('0F0 0B0 0W0', '1F0 1B0 1W0')
-    schedule = Schedule.of('x', Placement.loop(2), 1, [map(Pass.parse, o.split()) for o in orders])
+    schedule = by_hand(2, 1, '0F0 0B0 0W0', '1F0 1B0 1W0')
     costs = Costs.of((1, 1), (2, 2), (4, 1), comm=0.5, message=0.5)
     path = critical_path(simulate(schedule, costs), costs)
     assert [(step.rank, str(step.ran), step.start, step.waited) for step in path] == [
@@ -89,9 +82,6 @@ def test_critical_path_by_hand():
         (0, '0B0', 6, 'communication'),
         (0, '0W0', 8, 'rank'),
     ]
-
-
-def test_edges_within_a_rank_cost_nothing():
     one_rank = oracle.random_schedule(Random(0), Placement.loop(1, 4), 3)
     assert simulate(one_rank, Costs.uniform(one_rank.placement, comm=1000.0)).makespan == 9.0
 
@@ -101,62 +91,50 @@ def test_edges_between_ranks_add_latency_and_message(edge):
     schedule = build('zb-v', 3, 1)
     near = Costs.uniform(schedule.placement)
     spent = simulate(schedule, replace(near, **edge)).makespan - simulate(schedule, near).makespan
-    assert spent == pytest.approx(
-        8
-    )  # 2 edges each way along the V, both in F and in B; its fold is free
+    # 2 edges each way along the V, both in F and in B; its fold is free
+    assert spent == pytest.approx(8)
 
 
 def test_each_route_runs_at_the_speed_of_its_ranks():
     """Two microbatches against each other, by hand: each stage on a fast rank and a slow one."""
-    orders = ('0F0 1F1 1BW1 0BW0', '0F1 1F0 1BW0 0BW1')
-    passes = [map(Pass.parse, o.split()) for o in orders]
+    schedule = by_hand(Placement.two_way(2), 2, '0F0 1F1 1BW1 0BW0', '0F1 1F0 1BW0 0BW1')
     costs = Costs.of((1, 1), (1, 1), (1, 1), speeds=(1.0, 0.5))
-    assert simulate(Schedule.of('x', Placement.two_way(2), 2, passes), costs).spans == (
+    assert simulate(schedule, costs).spans == (
         ((0, 1), (2, 3), (3, 5), (8, 10)),
         ((0, 2), (2, 4), (4, 8), (8, 12)),
     )
 
 
-def test_deadlock_names_every_stuck_rank():
-    orders = ('0F0 0BW0 0F1 0BW1', '1F0 1F1 1BW0 1BW1', '2F0 2BW0 2F1 2BW1')
-    schedule = Schedule.of('x', Placement.loop(3), 2, [map(Pass.parse, o.split()) for o in orders])
-    with pytest.raises(ScheduleError) as caught:
-        simulate(schedule, Costs.uniform(schedule.placement))
-    assert caught.value.what == (
-        'deadlock, a cycle: rank 0 at 0BW0 waits for 1BW0, still to come on rank 1; '
-        'rank 1 at 1F1 waits for 0F1, still to come on rank 0; '
-        'stuck: rank 2 at 2F1 waits for 1F1, still to come on rank 1: '
-        'move an awaited pass to before the one that waits'
-    )
-    assert 'rank 0   0F0  [0BW0] 0F1   0BW1' in str(caught.value)
+COPYING = offload(chain(2), [0])
 
 
 @pytest.mark.parametrize(
-    ('chunks', 'order', 'wait'),
+    ('p', 'graph', 'orders', 'said'),
     [
-        (1, '0F0 0L0 0O0 0BW0', '0L0 waits for 0O0'),
-        (2, '1F0 0F0 0O0 0L0 1BW0 0BW0', '1F0 waits for 0F0'),
+        (
+            3,
+            chain(3),
+            ('0F0 0BW0 0F1 0BW1', '1F0 1F1 1BW0 1BW1', '2F0 2BW0 2F1 2BW1'),
+            'deadlock, a cycle: rank 0 at 0BW0 waits for 1BW0, still to come on rank 1; '
+            'rank 1 at 1F1 waits for 0F1, still to come on rank 0; '
+            'stuck: rank 2 at 2F1 waits for 1F1, still to come on rank 1: '
+            'move an awaited pass to before the one that waits\n'
+            'rank 0   0F0  [0BW0] 0F1   0BW1',
+        ),
+        # of two engines that are stuck, the one that copies and the one that computes, the first
+        (1, offload(chain(1), [0]), ('0F0 0L0 0O0 0BW0',), 'rank 0 at 0L0 waits for 0O0, still to'),
+        (1, COPYING, ('1F0 0F0 0O0 0L0 1BW0 0BW0',), 'rank 0 at 1F0 waits for 0F0, still to come'),
+        (2, chain(2), ('0F0 0BW0', '1F0'), 'rank 0 at 0BW0 waits for 1B0, which rank 1 never'),
     ],
 )
-def test_of_two_engines_the_first_that_waits_is_named(chunks, order, wait):
-    """Both are stuck: that which copies, and that which computes."""
-    graph, one = offload(chain(chunks), [0]), (1.0,) * chunks
-    passes = [map(Pass.parse, order.split())]
-    schedule = Schedule.of('x', Placement.loop(1, chunks), 1, passes, graph=graph)
-    with pytest.raises(ScheduleError, match=f'rank 0 at {wait}, still to come on rank 0'):
-        simulate(schedule, Costs.of(one, one, one, times={'O': one, 'L': one}))
-
-
-def test_what_never_runs_is_named():
-    orders = ('0F0 0BW0', '1F0')
-    schedule = Schedule.of('x', Placement.loop(2), 1, [map(Pass.parse, o.split()) for o in orders])
-    with pytest.raises(ScheduleError, match='rank 0 at 0BW0 waits for 1B0, which rank 1 never'):
-        simulate(schedule, Costs.uniform(schedule.placement))
-
-
-def test_costs_must_fit():
-    with pytest.raises(ValueError, match='costs of 4 stages do not fit a placement of 3'):
-        simulate(build('1f1b', 3, 3), Costs.uniform(Placement.v(2)))
+def test_a_deadlock_names_every_stuck_rank(p, graph, orders, said):
+    placement = Placement.loop(p, 2 if graph is COPYING else 1)
+    ones = (1.0,) * placement.num_stages
+    with pytest.raises(ScheduleError, match=re.escape(said)):
+        simulate(
+            by_hand(placement, 2 if p == 3 else 1, *orders, graph=graph),
+            Costs.of(ones, ones, ones, times={'O': ones, 'L': ones}),
+        )
 
 
 @pytest.mark.parametrize('row', range(12))
@@ -188,37 +166,6 @@ def test_zero_bubble_table_5_automatic(automatic, row):
     schedule = build(name, p, m, costs=costs)
     assert round(simulate(schedule, costs).bubble_window, 4) <= TABLE_5[row][column]
     assert max(peak(schedule, costs)) <= laps * p * costs.amounts['activation'][0]
-
-
-TIMES = ((1.0, 1.0, 1.0), (18.522, 18.086, 9.337), (1.0, 1.2, 0.8), (5.0, 6.0, 4.0))
-
-
-@pytest.mark.parametrize('p', range(2, 17))
-@pytest.mark.parametrize(('forward', 'backward', 'weight'), TIMES)
-def test_published_bubbles(p, forward, backward, weight):
-    """Idle time of the worst rank in its window (arXiv 2401.10241, table 2; section 6 for ZB-V)."""
-    m = 2 * p
-    total = m * (forward + backward + weight)
-    bubbles = {
-        '1f1b': (p - 1) * (forward + backward + weight),
-        'zb-h1': (p - 1) * (forward + backward - weight),
-        'zb-h2': (p - 1) * (forward + backward - 2 * weight),
-    }
-    for name, bubble in bubbles.items():
-        schedule = build(name, p, m)
-        costs = Costs.uniform(schedule.placement, forward, backward, weight)
-        assert max(simulate(schedule, costs).windows) - total == pytest.approx(bubble), name
-
-
-@pytest.mark.parametrize('p', range(2, 17))
-@pytest.mark.parametrize('extra', [0, 1, 7])
-def test_zb_v_has_no_bubble_at_equal_times(p, extra):
-    """And its windows start half a rank's forward apart, so that (p-1)/2 remain of the makespan."""
-    schedule = build('zb-v', p, 2 * p + extra)
-    timeline = simulate(schedule, Costs.uniform(schedule.placement))
-    assert max(timeline.windows) == pytest.approx(3 * (2 * p + extra))
-    assert timeline.makespan - max(timeline.windows) == pytest.approx((p - 1) / 2)
-    assert timeline.bubble_window == pytest.approx(0, abs=1e-12)
 
 
 def large_schedule(p: int, m: int, v: int) -> Schedule:
@@ -255,3 +202,82 @@ def test_what_pairs_save_is_saved_by_pairs_only(name):
     ways = dict.fromkeys('OLEK', (0.5,) * schedule.num_stages)
     costs = Costs.uniform(schedule.placement).with_times(**ways)
     assert simulate(schedule, replace(costs, together=0.5)) == simulate(schedule, costs)
+
+
+# ---- Gains against another schedule, and the parts of idle GPU time.
+
+
+EACH = st.lists(st.sampled_from((0.5, 1.0, 1.25, 3.0)), min_size=8, max_size=8)
+
+
+@given(name=st.sampled_from(('zb-v', 'interleaved', 'hanayo')), times=EACH, comm=st.floats(0, 0.5))
+def test_parts_sum_to_the_idle_time(name, times, comm):
+    schedule, costs = build(name, 4, 6), Costs.of(times, times, times, comm)
+    timeline = simulate(schedule, costs)
+    parts = idle_parts(timeline, costs)
+    assert sum(parts) == pytest.approx(timeline.idle_all_ranks)
+    assert parts.schedule > -1e-12 and parts.uneven_stages > -1e-12
+
+
+def test_each_cause_is_told_by_itself():
+    schedule = build('1f1b', 4, 8)
+    even = Costs.uniform(schedule.placement)
+    plain = idle_parts(simulate(schedule, even), even)
+    assert plain == pytest.approx((3 / 11, 0, 0))
+    late = Costs.uniform(schedule.placement, comm=0.25)
+    timeline = simulate(schedule, late)
+    assert idle_parts(timeline, late).messages == pytest.approx(1 - 33 / timeline.makespan)
+    wide = replace(even, hops=((0.25, 0.25),) * 3)
+    assert idle_parts(simulate(schedule, wide), wide) == idle_parts(timeline, late)
+    heavy = Costs.of((1, 1, 1, 3), (1, 1, 1, 3), (1, 1, 1, 3))
+    timeline = simulate(schedule, heavy)
+    uneven = idle_parts(timeline, heavy)
+    assert uneven.uneven_stages == pytest.approx((8 * 9 - 8 * 18 / 4) / timeline.makespan)
+    assert uneven.messages == 0
+
+
+def test_the_rival_runs_the_same_model():
+    """Stages of a V are joined for 1F1B, and those of 1F1B cut for several chunks."""
+    times = (1.0, 2.0, 3.0, 4.0)
+    schedule = build('zb-v', 2, 6)
+    joined = simulate(build('1f1b', 2, 6), Costs.of((3, 7), (3, 7), (3, 7))).makespan
+    assert makespan_of('1f1b', schedule, Costs.of(times, times, times)) == joined
+    plain = build('1f1b', 4, 8)
+    cut = build('interleaved', 4, 8)
+    assert makespan_of('interleaved', plain, Costs.uniform(plain.placement)) == pytest.approx(
+        simulate(cut, Costs.uniform(cut.placement)).makespan
+    )
+    assert makespan_of('1f1b', plain, Costs.uniform(plain.placement)) == 33
+    three = build('interleaved', 2, 4, num_chunks=3)
+    assert makespan_of('zb-v', three, Costs.uniform(Placement.loop(2, 3))) is None
+    alone = build('gpipe', 1, 4)
+    assert makespan_of('zb-v', alone, Costs.uniform(alone.placement)) is None
+    assert gain_text(2.0, None, 'zb-v') == ''
+    assert gain_text(33.0, 30.0, '1f1b') == ', 10.0% more time than 1f1b'
+
+
+# ---- The gaps of a schedule, and what `zbpp bubbles` says of them.
+
+
+def test_gaps_of_1f1b():
+    """By hand: p = 2, m = 2, F 1, BW 2."""
+    timeline = simulate(build('1f1b', 2, 2), Costs.uniform(build('1f1b', 2, 2).placement))
+    found = [
+        (g.rank, g.where, g.start, g.length, str(g.before), str(g.after)) for g in gaps(timeline)
+    ]
+    assert found == [
+        (0, 'inside', 2, 2, '0F1', '0BW0'),
+        (0, 'inside', 6, 1, '0BW0', '0BW1'),
+        (1, 'start', 0, 1, 'None', '1F0'),
+        (1, 'end', 7, 2, '1BW1', 'None'),
+    ]
+    assert [g.length for g in gaps(timeline, least=1)] == [2, 2]
+
+
+@pytest.mark.parametrize('name', names())
+def test_gaps_and_passes_are_the_whole_time(name):
+    schedule = build(name, 4, 6)
+    timeline = simulate(schedule, Costs.uniform(schedule.placement, 1, 1.3, 0.6, comm=0.2))
+    for rank in range(4):
+        idle = sum(gap.length for gap in gaps(timeline) if gap.rank == rank)
+        assert idle + timeline.busy(rank) == pytest.approx(timeline.makespan)

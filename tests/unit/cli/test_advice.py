@@ -1,15 +1,15 @@
 """What `zbpp advise` prints of a shape: the figures are those of the predictions, by rank."""
 
-from __future__ import annotations
-
 import json
+from pathlib import Path
 
 import pytest
 
-from megatron_zbpp.cli import main
-from megatron_zbpp.partitioning.advise.job import Job
-from megatron_zbpp.partitioning.advise.prediction import BY_RATES
-from megatron_zbpp.partitioning.advise.search import advise
+from megatron_zbpp import Layer, Layers, load, simulate
+from megatron_zbpp.ir.formats import BYTES
+from megatron_zbpp.partitioning.advice import advise
+from megatron_zbpp.partitioning.setup_costs import Job
+from megatron_zbpp.partitioning.setup_prediction import BY_RATES
 from megatron_zbpp.partitioning.shapes import Shape
 
 GIB = 2.0**30
@@ -21,25 +21,15 @@ MODEL = Shape('gpt', 16, 4096, 32, 51200, 2048, 245.0, bandwidth=2039.0)
 MACHINES = {'alone': (1, 20), 'a node': (8, 40)}
 
 
-HELD = {
-    '--pp': ('pp', 2),
-    '--tp': ('tp', 2),
-    '--vpp': ('vpp', 7),
-    '--micro-batch': ('micro_batch', 4),
-    '--cp': ('cp', 2),
-}
-
-
-def printed(capsys: pytest.CaptureFixture, machine: str, *more: str) -> str:
+def asked(machine: str, more: str = '') -> str:
     node, gib = MACHINES[machine]
-    words = f'advise --gpus 8 --memory {gib}GiB --gpus-per-node {node} {RATES} {SHAPE}'.split()
-    assert main([*words, '--schedules', ','.join(FEW), '--count', '4', *more]) == 0
-    return capsys.readouterr().out
+    words = f'advise --gpus 8 --memory {gib}GiB --gpus-per-node {node} {RATES} {SHAPE}'
+    return f'{words} --schedules {",".join(FEW)} --count 4 {more}'
 
 
 @pytest.mark.parametrize('machine', MACHINES)
-def test_rows_are_the_predictions(capsys: pytest.CaptureFixture, machine: str) -> None:
-    made = json.loads(printed(capsys, machine, '--json'))
+def test_rows_are_the_predictions(zbpp, machine):
+    made = zbpp(asked(machine, '--json'))
     node, gib = MACHINES[machine]
     job = Job(MODEL, 16, 8, gib * GIB, gpus_per_node=node)
     best = advise(job, FEW, count=4).best
@@ -62,11 +52,9 @@ def test_rows_are_the_predictions(capsys: pytest.CaptureFixture, machine: str) -
 
 
 @pytest.mark.parametrize('machine', MACHINES)
-def test_text_has_the_same_figures(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, machine: str
-) -> None:
+def test_text_has_the_same_figures(zbpp, monkeypatch, machine):
     monkeypatch.setenv('COLUMNS', '200')
-    made, text = json.loads(printed(capsys, machine, '--json')), printed(capsys, machine)
+    made, text = zbpp(asked(machine, '--json')), zbpp(asked(machine))
     lines = text.splitlines()
     heads = lines[1].split()
     names = ['schedule', 'pp', 'tp', 'dp', 'mb', 're', 's/step', 'idle', 'gain', 'GiB']
@@ -83,25 +71,72 @@ def test_text_has_the_same_figures(
         assert f'{told}rank: {" ".join(gib)}' in ' '.join(text.split())
 
 
-@pytest.mark.parametrize('flag', HELD)
-def test_held_sizes(capsys: pytest.CaptureFixture, flag: str) -> None:
+@pytest.mark.parametrize(
+    ('flag', 'name', 'size', 'megatrons'),
+    [
+        ('--pp', 'pp', 2, '--pipeline-model-parallel-size 2'),
+        ('--tp', 'tp', 2, '--tensor-model-parallel-size 2'),
+        ('--vpp', 'vpp', 7, ''),
+        ('--micro-batch', 'micro_batch', 4, '--micro-batch-size 4'),
+        ('--cp', 'cp', 2, '--context-parallel-size 2'),
+    ],
+)
+def test_held_sizes(zbpp, flag, name, size, megatrons):
     """All setups have them, the best of stock's included, and the lines say so."""
-    name, size = HELD[flag]
-    more = ['--num-layers', '14', '--schedules', '1f1b,zb-v,zb-interleaved', '--count', '20']
-    free = json.loads(printed(capsys, 'a node', '--json', *more))
-    made = json.loads(printed(capsys, 'a node', '--json', *more, flag, str(size)))
+    more = '--json --num-layers 14 --schedules 1f1b,zb-v,zb-interleaved --count 20'
+    free, made = (zbpp(asked('a node', f'{more} {own}')) for own in ('', f'{flag} {size}'))
     assert {row[name] for row in made['best']} == {size} != {row[name] for row in free['best']}
     assert made['against'][name] == size or name == 'vpp'
-    asked = {
-        'pp': 'pipeline-model-parallel',
-        'tp': 'tensor-model-parallel',
-        'cp': 'context-parallel',
+    assert all(megatrons in row['launch_line'] for row in made['best'])
+
+
+# ---- Limits of memory beside --layers-file: in its unit or in GiB, answered as they are counted.
+
+
+SIZES = '--pp 2 --microbatches 6'
+TIMES = 1.0, 1.2, 0.8
+# on the even split each rank has 4 layers, of 4 GiB for each microbatch, and 8 GiB of parameters
+LAYERS = [
+    Layer('E', 0.1, 0.0, 0.1, activation=0.0, parameters=0.0),
+    *[Layer('t', *TIMES, activation=GIB, parameters=2 * GIB)] * 8,
+    Layer('L', 0.1, 0.1, 0.1, activation=0.0, parameters=0.0),
+]
+
+
+@pytest.fixture
+def run(zbpp):
+    Path('bytes.json').write_text(Layers(tuple(LAYERS)).to_json())
+    plain = [Layer('t', *TIMES, activation=1.0, parameters=2.0)] * 8
+    Path('units.json').write_text(Layers(tuple(plain)).to_json())
+    return zbpp
+
+
+def test_a_plan_stays_within_it(run):
+    """More memory never costs time; the file says the layout, by which the job is placed."""
+    line = f'plan {SIZES} --vpp 1 --layers-file bytes.json --seconds 0.5 --no-cache -o plan.json'
+    taken = []
+    for limit in (12.5, 16.5, 20.5):
+        out = run(f'{line} --memory-limit {limit}GiB')
+        assert 'peak memory ' in out and ' GiB\n' in out and '\nlayout Etttt|ttttL\n' in out
+        made = json.loads(Path('plan.json').read_text())
+        assert max(made['peak_activations']) + 8 * GIB <= limit * GIB, 'parameters count'
+        assert made['units']['memory'] == BYTES and made['layout'] == 'Etttt|ttttL'
+        taken.append(made['makespan'])
+        assert simulate(load('plan.json')).makespan == pytest.approx(made['makespan'])
+    assert taken[0] > taken[-1] and taken == sorted(taken, reverse=True), taken
+
+
+@pytest.mark.parametrize(('file', 'unit'), [('units.json', ''), ('bytes.json', 'GiB')])
+def test_a_limit_means_the_same_to_each_command(run, file, unit):
+    """Activations and parameters together, whether in bytes or not."""
+    cases = {
+        f'plan {SIZES} --vpp 1 --seconds 0.2 --no-cache --layers-file {file}': 12,
+        f'partition {file} {SIZES} --placements loop --seconds 0.2': 12,
+        f'partition {file} {SIZES} --strategy pipedream': 12,
+        f'simulate --schedule 1f1b {SIZES} --layers-file {file}': 16,
+        f'compare {SIZES} --schedules 1f1b --layers-file {file}': 15,  # on other layers
     }
-    if name in asked:
-        assert all(f'--{asked[name]}-size {size}' in row['launch_line'] for row in made['best'])
-
-
-def test_held_sizes_that_divide_nothing(capsys: pytest.CaptureFixture) -> None:
-    words = f'advise --gpus 8 --memory 40GiB --pp 3 --tp 2 {RATES} {SHAPE}'.split()
-    assert main(words) == 2
-    assert 'into any setup with --pp 3, --tp 2: give' in capsys.readouterr().err
+    for line, least in cases.items():
+        run(f'{line} --memory-limit {least}{unit}')
+        run(f'{line} --memory-limit {least - 0.5:g}{unit}', code=2)  # a picture comes before
+        assert run.err.count('\n') == 1, run.err

@@ -3,45 +3,23 @@
 Each option of each command is found in the parser, so a new one is tested without a word here.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io
-import json
 import os
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from command_lines import LINES, SHAPE, ended
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import megatron_zbpp
-from megatron_zbpp import Costs, build, compare, layout_for
 from megatron_zbpp.cli import main
 from megatron_zbpp.cli.parser import _COMMANDS, _parser
 from megatron_zbpp.ir.strict_json import printable
 
-SHAPE = '--pp 2 --microbatches 4'
-# a line of each command to which an option is added; `doctor` and `bench` take Megatron and a job
-LINES = {
-    'list': 'list',
-    'show': f'show --schedule zb-v {SHAPE}',
-    'simulate': f'simulate --schedule zb-v {SHAPE}',
-    'check': 'check plan.json',
-    'compare': f'compare --schedules zb-v,1f1b {SHAPE}',
-    'plan': f'plan {SHAPE} --seconds 0.02',
-    'partition': f'partition layers.json {SHAPE} --seconds 0.02',
-    'profile': 'profile --model gpt --num-layers 4 --hidden 64 --heads 2 --vocab 128 --seq 32 '
-    '--tflops 1',
-    'bubbles': f'bubbles --schedule 1f1b {SHAPE}',
-    'freeze': f'freeze --schedule zb-h1 {SHAPE}',
-    'advise': 'advise --gpus 4 --memory 5GiB --global-batch-size 8 --schedules 1f1b,zb-v --model '
-    'gpt --num-layers 4 --hidden 64 --heads 2 --vocab 128 --seq 32 --tflops 1',
-    'page': f'page {SHAPE} --vpp 2 -o out.html',
-    'convert': f'convert --schedule zb-v {SHAPE} -o out.json',
-}
 # no number, count, share, amount of memory, name or file is any of these
 WRONG = ('', ' ', 'x', '-1', 'nan', 'inf', '-inf', '1e308', '1e400', '٣', '1,,2', 'x=1', '1=')
 WRONG += ('0x10', '1GiBi', 'no/such.json', 'folder', 'empty.json', 'other.json', 'a\x1b[2J')
@@ -49,15 +27,8 @@ WRONG += ('deep.json', 'bytes.json', 'tag.yaml', '9' * 5000, '\ud800')
 # what some options may be, and others not
 ODD = ('0', '1', '0.5', '2', '7', '9' * 30, '1,2', '1GiB', 'auto', 'all', 'half', 'balanced:2')
 ODD += (
-    'balanced:0',
-    'auto:0',
-    'plan.json',
-    'layers.json',
-    'times.json',
-    'zb-v',
-    'loop,v',
-    'FB=0.5',
-)
+    'balanced:0', 'auto:0', 'plan.json', 'layers.json', 'times.json', 'zb-v', 'loop,v', 'FB=0.5',
+)  # fmt: skip
 WRITTEN = ('output', 'csv', 'write_devices', 'cache')  # files that need not be there
 SLOW = {('plan', text) for text in ('7', '1,2', '9' * 30)}  # seconds of search
 TEXTS = {'pattern', 'stages', 'title'}  # with a language of their own
@@ -98,22 +69,8 @@ def folder(tmp_path_factory):
         os.chdir(before)
 
 
-def said(words: list[str]) -> tuple[int, str, str]:
-    """The exit code, what was printed, and the errors; notes and progress left out."""
-    with (
-        contextlib.redirect_stdout(io.StringIO()) as out,
-        contextlib.redirect_stderr(io.StringIO()) as errors,
-    ):
-        try:
-            code = main(words)
-        except SystemExit as end:  # argparse
-            code = int(end.code or 0)
-    lines = [line for line in errors.getvalue().splitlines() if ': note: ' not in line]
-    return code, out.getvalue(), '\n'.join(lines)
-
-
 def refused_or_done(words: list[str]) -> int:
-    code, out, errors = said(words)
+    code, out, errors = ended(words)
     assert code in (0, 2), (words, code, errors)
     if code == 0:
         assert out, words
@@ -160,7 +117,7 @@ def test_what_makes_no_sense_is_refused(folder, option, text):
         return
     words = line(name, action, text)
     assert refused_or_done(words) == 2, (name, action.dest, text)
-    told = said(words)[2]
+    told = ended(words)[2]
     assert action.option_strings[-1] in told or printable(text)[:15] in told, (words, told)
 
 
@@ -171,57 +128,6 @@ def test_all_commands_are_walked():
         assert all(action is not None for action in words.split())
 
 
-@pytest.mark.parametrize(
-    ('words', 'told'),
-    [
-        ('show --file layers.json', 'it is a file of layers, for zbpp partition'),
-        ('check times.json', 'it is a file of costs, for --times'),
-        (f'partition plan.json {SHAPE}', 'it is a schedule, for --file'),
-        ('partition layers.json --devices layers.json --microbatches 4', 'it is a file of layers'),
-        (
-            f'partition layers.json {SHAPE} --memory-limit 7 --seconds 0.1',
-            'takes 2.0664e+06 or more with parameters',
-        ),
-        (f'partition zero.json {SHAPE} --seconds 0.1', 'no layer takes time'),
-        (f'show --schedule= {SHAPE}', "unknown schedule ''"),
-        (f'plan {SHAPE} --seconds 1e9', 'give at most 604800 seconds, a week'),
-        (f'compare --schedules 1f1b {SHAPE} --output=', 'give the path of a file'),
-        (f'{LINES["advise"]} --experts 4', '--experts is about --model moe or mla or hybrid, not'),
-        (f'{LINES["advise"]} --memory 80', 'give bytes such as 80GiB'),
-        (f'{LINES["advise"]} --gpus 7', 'do not divide into any setup: give --gpus'),
-        ('advise --gpus 4 --memory 5GiB', 'give a launch line behind --, or --model and its shape'),
-        ('profile --model gpt --num-layers 100000', 'give at most 10000 layers'),
-        (f'show --schedule zb-v {SHAPE} --times ٣,1,1', 'give a number from 0 up'),
-    ],
-)
-def test_kinds_of_errors(folder, words, told):
-    """Each of these was silence, a hang, a traceback or a riddle once."""
-    layers = json.loads(Path('layers.json').read_text())
-    for layer in layers['layers']:
-        layer |= dict.fromkeys('FBW', 0)
-    Path('zero.json').write_text(json.dumps(layers))
-    code, _, errors = said(words.split())
-    assert code == 2 and told in errors and errors.count('\n') == 0, errors
-
-
-def test_layers_that_megatron_has_no_letter_for(folder, capsys):
-    text = Path('layers.json').read_text().replace('"kind": "t"', '"kind": "q"')
-    Path('q.json').write_text(text)
-    assert main(f'partition q.json {SHAPE} --seconds 0.1'.split()) == 0
-    assert 'note: kinds q: layouts of Megatron know E, t, m and L' in capsys.readouterr().err
-
-
-def test_sizes_in_python():
-    for call in (
-        lambda: build('zb-v', 4.0, 8),
-        lambda: build('zb-v', 4, '8'),
-        lambda: layout_for('zb-v', '4', 8),
-        lambda: layout_for('zb-v', 4, None),
-    ):
-        with pytest.raises(ValueError, match=r'num_\w+ is .*: give a whole number, such as 4'):
-            call()
-
-
 def test_a_file_that_is_not_there_in_python(tmp_path):
     for path in (tmp_path / 'none.json', tmp_path):
         with pytest.raises(OSError, match=r'y: give a schedule or a plan, as .*') as error:
@@ -229,26 +135,6 @@ def test_a_file_that_is_not_there_in_python(tmp_path):
         assert error.value.filename == str(path) and error.value.errno
     with pytest.raises(FileNotFoundError):
         megatron_zbpp.load('none.json')
-
-
-def test_what_is_no_schedule_and_no_times_in_python():
-    for call, told in (
-        (lambda: build(None, 2, 4), 'schedule None is no name: give one, such as zb-v'),
-        (lambda: Costs.of(1, 1, 1), 'F is 1: give a list, one time for each stage, or take Costs.'),
-        (lambda: compare(None, 4), 'num_ranks is None: give a whole number'),
-    ):
-        with pytest.raises(ValueError) as error:
-            call()
-        assert str(error.value).startswith(told)
-
-
-@pytest.mark.parametrize('command', ['show', 'simulate'])
-def test_an_order_that_megatron_refuses(command, capsys):
-    words = f'{command} --schedule interleaved --pp 4 --microbatches'.split()
-    for m, refused in ((7, True), (8, False)):
-        assert main([*words, str(m)]) == 0
-        found = ' '.join(capsys.readouterr().out.split())
-        assert ('no multiple of 4 ranks: Megatron' in found) == refused
 
 
 def test_a_package_that_is_not_here_is_named_with_its_cure(monkeypatch, capsys):
@@ -262,22 +148,12 @@ def test_a_package_that_is_not_here_is_named_with_its_cure(monkeypatch, capsys):
 
 READ_WITH_LAYERS = {'schedules', 'num_ranks', 'num_microbatches', 'layers', 'devices'}
 READ_WITH_LAYERS |= {'latencies', 'csv', 'table', 'memory_limit'}
-NOT_WITH_LAYERS = {
-    'file': 'plan.json',
-    'output': 'rows.html',
-    'costs': '1,1,1',  # the default, but given
-    'comm': '1',
-    'num_chunks': '2',
-    'together': '0.8',
-    'slices': '2',
-    'seq_length': '64',
-    'attention': '0.3',
-    'context_exchange': '1',
-    'vocab_parallel': '0.3',
-    'vocab_layers': 'input+output',
-    'against': 'interleaved',
-    'title': 'Mine',
-}
+NOT_WITH_LAYERS = {  # costs are the default, but given
+    'file': 'plan.json', 'output': 'rows.html', 'costs': '1,1,1', 'comm': '1', 'num_chunks': '2',
+    'together': '0.8', 'slices': '2', 'seq_length': '64', 'attention': '0.3',
+    'context_exchange': '1', 'vocab_parallel': '0.3', 'vocab_layers': 'input+output',
+    'against': 'interleaved', 'title': 'Mine',
+}  # fmt: skip
 
 
 def test_layers_leave_no_option_unread(folder):
@@ -286,12 +162,12 @@ def test_layers_leave_no_option_unread(folder):
     assert {*own} == READ_WITH_LAYERS | {*NOT_WITH_LAYERS}
     for name, value in NOT_WITH_LAYERS.items():
         words = f'compare --layers-file layers.json --schedules 1f1b {SHAPE} {own[name]}'.split()
-        code, out, errors = said([*words, value])
+        code, out, errors = ended([*words, value])
         assert code == 2 and not out and f'{own[name]} does not go' in errors, (name, errors)
         assert errors.count('\n') == 0, errors
 
 
 @pytest.mark.skipif(not Path('/dev/full').exists(), reason='no /dev/full here')
 def test_a_full_disk_names_the_file(folder):
-    code, _, errors = said(f'convert --schedule zb-v {SHAPE} --to json -o /dev/full'.split())
+    code, _, errors = ended(f'convert --schedule zb-v {SHAPE} --to json -o /dev/full'.split())
     assert code == 2 and errors.startswith('zbpp: /dev/full: No space left on device: give ')

@@ -1,7 +1,5 @@
 """The examples of `--help` run, with each option that they show: alone, all together, and none."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil
@@ -29,13 +27,9 @@ NEEDED = {
 }
 # the same in less time
 SMALL = {
-    '--pp': '4',
-    '--microbatches': '8',
-    '--seconds': '1',
-    '--frontier': '3,4,5',
-    '--most': '.5',
+    '--pp': '4', '--microbatches': '8', '--seconds': '1', '--frontier': '3,4,5', '--most': '.5',
     '--latencies': '0,1',
-}
+}  # fmt: skip
 SEARCHES = ('plan', 'partition')
 FILES = (
     'profile --model gpt --num-layers 24 --hidden 64 --heads 2 --vocab 128 --seq 32 --tflops 1 '
@@ -81,7 +75,7 @@ def cases() -> list[Any]:
 
 
 @pytest.fixture(scope='module')
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Has the files that examples read."""
     folder = tmp_path_factory.mktemp('examples')
     for line in FILES:
@@ -105,7 +99,7 @@ def run(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(('words', 'options'), cases())
-def test_runs(words, options, folder: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_runs(words, options, folder, tmp_path, monkeypatch, capsys):
     """Or is refused in one line; it runs with the options of the example that the line names."""
     # a plan.json of its own: examples write one, too, and in any order
     monkeypatch.chdir(shutil.copytree(folder, tmp_path / 'examples'))
@@ -120,15 +114,12 @@ def test_runs(words, options, folder: Path, tmp_path: Path, monkeypatch, capsys)
     assert said.out
 
 
-def test_all_are_shown() -> None:
+def test_all_are_shown(folder):
     """Each command has an example."""
     from megatron_zbpp.cli.parser import _COMMANDS
 
     assert {line.split()[1] for line in LINES} == {name for name, *_ in _COMMANDS}
     assert len(cases()) > 40
-
-
-def test_doctor(folder: Path) -> None:
     (line,) = (line for line in LINES if line.startswith('zbpp doctor'))
     sizes = '--num-layers 32 --pipeline-model-parallel-size 8 --micro-batch-size 1'
     words = line.replace('...', f'{sizes} --global-batch-size 24').split()[1:]

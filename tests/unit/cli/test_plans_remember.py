@@ -1,21 +1,15 @@
 """A plan's file has the costs that it was made for, and every command that takes it uses them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 from instances import NODES, P4
 
-from megatron_zbpp import load, simulate
+from megatron_zbpp import Costs, Devices, Layers, Placement, load, simulate
 from megatron_zbpp.analysis.memory import peak
-from megatron_zbpp.cli import main
 from megatron_zbpp.guests.tracing import Tracer
-from megatron_zbpp.ir import Placement, plan_costs
-from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.partitioning.devices import Devices
-from megatron_zbpp.partitioning.layers import Layers
+from megatron_zbpp.ir import plan_costs
 
 TIMES = {
     'F': [1, 1.5, 2], 'B': [2, 1, 1], 'W': [0.5, 1, 1], 'activation': [1, 2, 1], 'comm': 0.25,
@@ -24,19 +18,16 @@ TIMES = {
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch, capsys):
+def run(zbpp):
     """Runs a line of `zbpp`; returns what it says, and what it says on stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
     Path('times.json').write_text(json.dumps(TIMES))
     Path('layers.json').write_text(P4.to_json())
     Path('devices.json').write_text(NODES.to_json())
+    return lambda line, code=0: (zbpp(line, code=code), zbpp.err)
 
-    def run(line: str, code: int = 0) -> tuple[str, str]:
-        assert main(line.split()) == code
-        return tuple(capsys.readouterr())
 
-    return run
+def made() -> dict:
+    return json.loads(Path('plan.json').read_text())
 
 
 PLANNED = {
@@ -51,55 +42,52 @@ PLANNED = {
 def test_commands_use_its_costs(line, run):
     """All give the makespan, idle time and peak that the planner printed, whatever was planned."""
     run(f'{line} -o plan.json')
-    made = json.loads(Path('plan.json').read_text())
+    plan = made()
     for command in ('simulate --file plan.json', 'compare --file plan.json --schedules 1f1b'):
-        out, said = run(f'{command} --json')
-        found = json.loads(out)
+        found, said = run(f'{command} --json')
         if 'schedules' in found:
             found = next(each for each in found['schedules'] if each['name'] == 'plan')
         assert not said
         for name in ('makespan', 'window', 'peak_activations'):
-            assert found[name] == pytest.approx(made[name])
-    shown = json.loads(run('show --file plan.json --json')[0])['timeline']
-    assert max(end for rank in shown for *_, end in rank) == pytest.approx(made['makespan'])
+            assert found[name] == pytest.approx(plan[name])
+    shown = run('show --file plan.json --json')[0]['timeline']
+    assert max(end for rank in shown for *_, end in rank) == pytest.approx(plan['makespan'])
     run('convert --file plan.json -o picture.html')
     assert 'times of the plan' in (page := Path('picture.html').read_text())
-    assert made['units']['time'] in page
+    assert plan['units']['time'] in page
     run('convert --file plan.json -o again.json')
-    again = json.loads(Path('again.json').read_text())
-    assert again == made, 'nothing is lost'
-    assert simulate(load('plan.json')).makespan == pytest.approx(made['makespan'])
+    assert json.loads(Path('again.json').read_text()) == plan, 'nothing is lost'
+    assert simulate(load('plan.json')).makespan == pytest.approx(plan['makespan'])
 
 
 def test_a_partition_brings_layers_and_devices(run):
     run(f'{PLANNED["partition"]} -o plan.json')
-    made = json.loads(Path('plan.json').read_text())
-    assert Layers.from_json(json.dumps(made['layers'])) == P4
-    assert Devices.from_json(json.dumps(made['devices'])) == NODES
+    plan = made()
+    assert Layers.from_json(json.dumps(plan['layers'])) == P4
+    assert Devices.from_json(json.dumps(plan['devices'])) == NODES
     table = run('simulate --file plan.json')[0].splitlines()
     assert table[-len(NODES) - 1].endswith('layers')
     held = [text for line in table[-len(NODES) :] for text in line.split()[5:]]
-    assert sorted(held) == sorted(made['layout'].split('|'))
+    assert sorted(held) == sorted(plan['layout'].split('|'))
     line = 'partition plan.json --devices plan.json --microbatches 4 --seconds 0.1 --json'
-    again = json.loads(run(line)[0])
-    assert [again[name] for name in ('layers', 'devices')] == [made['layers'], made['devices']]
+    again, _ = run(line)
+    assert [again[name] for name in ('layers', 'devices')] == [plan['layers'], plan['devices']]
 
 
 def test_limits_and_what_the_plan_has(run):
     """A limit is compared with the amounts of the plan; what it says nobody says again."""
     run(f'{PLANNED["plan"]} -o plan.json')
-    most = max(json.loads(Path('plan.json').read_text())['peak_activations'])
+    most = max(made()['peak_activations'])
     assert run(f'check plan.json --memory-limit {most + 3}')
     assert 'activations' in run(f'check plan.json --memory-limit {most - 0.5}', 2)[1]
     assert 'plan.json has 0.25' in run('simulate --file plan.json --comm 1', 2)[1]
     assert '--attention, but' in run('simulate --file plan.json --attention 0.5', 2)[1]
     assert 'bytes' in run('simulate --file plan.json --memory-limit 1GiB', 2)[1]
     # other times are others
-    found = json.loads(run('simulate --file plan.json --times 1,1,1 --json')[0])
-    assert found['makespan'] != json.loads(run('simulate --file plan.json --json')[0])['makespan']
-
-
-def test_bytes_are_shown_in_gib(run):
+    other, own = (
+        run(f'simulate --file plan.json {more} --json')[0] for more in ('--times 1,1,1', '')
+    )
+    assert other['makespan'] != own['makespan']
     times = {**TIMES, 'activation': [2**30] * 3, 'parameters': [2**31] * 3}
     Path('times.json').write_text(json.dumps(times))
     out, _ = run(f'{PLANNED["plan"]} --memory-limit 6GiB -o plan.json')
@@ -110,15 +98,14 @@ def test_bytes_are_shown_in_gib(run):
 
 def test_a_plan_of_an_older_release_says_what_it_lacks(run):
     run(f'{PLANNED["plan"]} -o plan.json')
-    made = json.loads(Path('plan.json').read_text())
-    old = {name: value for name, value in made.items() if name not in ('costs', 'units')}
+    old = {name: value for name, value in made().items() if name not in ('costs', 'units')}
     Path('old.json').write_text(json.dumps(old))
-    out, said = run('simulate --file old.json --json')
+    found, said = run('simulate --file old.json --json')
     assert 'old.json: a plan of an older release, which lacks the costs' in said
-    assert json.loads(out)['makespan'] != made['makespan']
+    assert found['makespan'] != old['makespan']
     found, said = run('simulate --file old.json --times times.json --json')
-    assert not said and json.loads(found)['makespan'] == made['makespan']
-    Path('bare.json').write_text(json.dumps(made['schedule']))
+    assert not said and found['makespan'] == old['makespan']
+    Path('bare.json').write_text(json.dumps(old['schedule']))
     assert not run('simulate --file bare.json')[1], 'a schedule has no costs to lack'
 
 
@@ -133,21 +120,17 @@ def test_a_plan_of_an_older_release_says_what_it_lacks(run):
 )
 def test_what_is_wrong_in_it_is_named(run, field, value, error):
     run(f'{PLANNED["plan"]} -o plan.json')
-    made = json.loads(Path('plan.json').read_text())
-    Path('bad.json').write_text(json.dumps({**made, field: value}))
+    Path('bad.json').write_text(json.dumps({**made(), field: value}))
     assert error in run('simulate --file bad.json', 2)[1]
 
 
-def test_costs_are_written_to_an_equal_value():
+def test_costs_are_written_to_an_equal_value(run):
     plain = Costs.uniform(Placement.v(2))
     full = Costs.from_json(json.dumps(TIMES))
     for costs in (plain, full, full.with_times(O=[1.0] * 3), full.with_parts(F=[[0.5, 0.5]] * 3)):
         text = json.dumps(plan_costs.written(costs))
         assert Costs.from_fields(json.loads(text)) == costs == Costs.from_json(text)
     assert set(plan_costs.written(plain)) == {'times', 'amounts'}
-
-
-def test_ranks_that_are_reversed_take_their_speeds_and_links_along(run):
     run(f'{PLANNED["plan"]} -o plan.json')
     plan = load('plan.json')
     back = plan.reversed()

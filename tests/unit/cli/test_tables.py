@@ -1,75 +1,39 @@
 """Tables as Markdown, CSV and LaTeX: of commands, and of rows in Python."""
 
-from __future__ import annotations
-
 import csv
 import io
+import json
+import sys
+from pathlib import Path
 
 import pytest
+import yaml
+from command_lines import LINES, SHAPE
 
 from megatron_zbpp import compare
-from megatron_zbpp.cli import main
 from megatron_zbpp.cli.parser import _TABULAR
-from megatron_zbpp.ir.tables import FORMATS, latex, markdown
+from megatron_zbpp.planner.figures import FORMATS, latex, markdown
 
-SHAPE = '--pp 2 --microbatches 4'
-LINES = {
-    'list': 'list',
-    'simulate': f'simulate --schedule zb-v {SHAPE}',
-    'compare': f'compare --schedules zb-v,1f1b {SHAPE}',
-    'plan': f'plan {SHAPE} --seconds 0.02 --frontier 2,3',
-    'partition': f'partition layers.json {SHAPE} --placements loop --exact',
-    'profile': 'profile --model gpt --num-layers 4 --hidden 64 --heads 2 --vocab 128 --seq 32 '
-    '--tflops 1 -o layers.json',
-    'bubbles': f'bubbles --schedule 1f1b {SHAPE}',
-    'freeze': f'freeze --schedule zb-h1 {SHAPE}',
-    'advise': 'advise --gpus 4 --memory 5GiB --global-batch-size 8 --schedules 1f1b,zb-v --model '
-    'gpt --num-layers 4 --hidden 64 --heads 2 --vocab 128 --seq 32 --tflops 1',
-}
+TABLES = {name: LINES[name] for name in sorted(_TABULAR - {'bench'})}
+TABLES['plan'] += ' --frontier 2,3'
+TABLES['partition'] = f'partition layers.json {SHAPE} --placements loop --exact'
+TABLES['profile'] += ' -o layers.json'
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-
-
-def printed(line, capsys):
-    assert main(line.split()) == 0
-    return capsys.readouterr().out
-
-
-@pytest.mark.parametrize('command', LINES)
-def test_a_command_prints_its_table_alone(command, capsys):
+@pytest.mark.parametrize('command', TABLES)
+def test_a_command_prints_its_table_alone(command, zbpp):
     """The same cells in each format, and in the output that people read."""
-    printed(LINES['profile'], capsys)
-    found = {to: printed(f'{LINES[command]} --table {to}', capsys) for to in FORMATS}
+    zbpp(TABLES['profile'])
+    found = {to: zbpp(f'{TABLES[command]} --table {to}') for to in FORMATS}
     heads, *rows = csv.reader(io.StringIO(found['csv']))
     assert rows and all(len(row) == len(heads) for row in rows)
     assert found['md'] == markdown(heads, rows) + '\n'
     assert found['latex'] == latex(heads, rows) + '\n'
     if command != 'list':  # which has no table otherwise
-        assert found['text'] in printed(LINES[command], capsys)
+        assert found['text'] in zbpp(TABLES[command])
 
 
-def test_every_command_with_a_table_is_walked():
-    assert set(LINES) | {'bench'} == _TABULAR
-
-
-def test_no_table(capsys):
-    assert main(f'plan {SHAPE} --seconds 0.02 --table md'.split()) == 2
-    found = capsys.readouterr()
-    assert not found.out
-    assert found.err.endswith('--table md: with these options there is no table: leave it out\n')
-
-
-def test_one_of_json_and_a_table(capsys):
-    with pytest.raises(SystemExit):
-        main(['list', '--json', '--table', 'md'])
-    assert 'not allowed with argument --json' in capsys.readouterr().err
-
-
-def test_signs_that_mean_something():
+def test_tables_in_python():
     assert markdown(('a|b', 'c'), [('d|e', '5%')]).splitlines()[::2] == [
         r'| a\|b | c |',
         r'| d\|e | 5% |',
@@ -80,9 +44,6 @@ def test_signs_that_mean_something():
         r'\hline',
         r'50\% & \textbackslash{}\textasciitilde{}\{ \\',
     ]
-
-
-def test_rows_in_python():
     rows = compare(2, 4, ['zb-v', '1f1b'])
     assert [*rows] == list(rows) and rows[0].name == 'zb-v'
     heads, *lines = csv.reader(io.StringIO(rows.to('csv')))
@@ -90,3 +51,35 @@ def test_rows_in_python():
     assert str(rows) == rows.to('text') and rows.to('md') == markdown(heads, lines)
     with pytest.raises(ValueError, match=r"no table as 'pdf': give text, md, csv, latex"):
         rows.to('pdf')
+
+
+# ---- Costs, layers and devices as YAML: what JSON of the same gives, or one line and a cure.
+
+
+SHOWN = f'simulate --schedule zb-h1 {SHAPE} --json --times'
+
+
+def test_yaml(zbpp):
+    Path('a.json').write_text('{"F": [1, 2], "B": [1, 1], "W": [0.5, 1], "comm": 0.25}')
+    Path('a.yaml').write_text('F: [1, 2]\nB: [1, 1]\nW:\n- 0.5\n- 1\ncomm: 0.25  # of a message\n')
+    assert zbpp(f'{SHOWN} a.yaml') == zbpp(f'{SHOWN} a.json')
+    zbpp(TABLES['profile'])
+    Path('devices.json').write_text(json.dumps({'devices': [{'name': 'a'}, {'factor': {'F': 2}}]}))
+    Path('stages.json').write_text('{"F": [1, 2], "B": [1, 2], "W": [1, 2]}')
+    for name in ('layers', 'devices', 'stages'):
+        kept = json.loads(Path(f'{name}.json').read_text())
+        Path(f'{name}.yml').write_text(yaml.safe_dump(kept))
+    search = '--microbatches 4 --placements loop --exact --json --devices'
+    for line in (
+        f'partition layers.{{0}} {search} devices.{{0}}',
+        'profile --json --stages Et|ttL=stages.{0}',
+    ):
+        assert zbpp(line.format('yml')) == zbpp(line.format('json'))
+
+
+def test_without_the_package(monkeypatch, zbpp):
+    monkeypatch.setitem(sys.modules, 'yaml', None)
+    Path('a.yaml').write_text('F: [1, 2]')
+    cure = 'zbpp: a.yaml: YAML needs PyYAML: pip install pyyaml, or give JSON\n'
+    assert zbpp.refused(f'{SHOWN} a.yaml') == cure
+    assert zbpp.refused(f'partition a.yaml {SHAPE}') == cure

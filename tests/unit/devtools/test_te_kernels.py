@@ -1,6 +1,7 @@
 """Kernels that stand in for Transformer Engine's extension, against torch's own operators."""
 
-from __future__ import annotations
+import sys
+import types
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.autograd import grad
 from devtools.te import extension, quantization
 from devtools.te.activation import ACTIVATIONS
 from devtools.te.extension import KERNELS, Extension, calls
-from megatron_zbpp.emulation import apex
+from megatron_zbpp.emulation import cpu, te
 
 TEX = Extension()
 NO_FLAG = torch.zeros(1, dtype=torch.int32)
@@ -252,15 +253,11 @@ def test_scaling_tells_of_what_is_not_finite(name):
 @pytest.mark.parametrize(
     ('amax', 'options', 'scale'),
     [
-        (7.0, {}, 64.0),
-        (0.0, {}, 1.0),
-        (float('inf'), {}, 1.0),
-        (float('nan'), {}, 1.0),
-        (0.25, {'epsilon': 3.5}, 128.0),
-        (5.0, {'power_of_2': True}, 64.0),
+        (7.0, {}, 64.0), (0.0, {}, 1.0), (float('inf'), {}, 1.0), (float('nan'), {}, 1.0),
+        (0.25, {'epsilon': 3.5}, 128.0), (5.0, {'power_of_2': True}, 64.0),
         (1e-44, {}, torch.finfo(torch.float32).max),
     ],
-)
+)  # fmt: skip
 def test_scales(amax, options, scale):
     assert quantization.scale_of(torch.tensor(amax), 448.0, **options).item() == scale
     scales, inverses = [torch.empty(1)], [torch.empty(1)]
@@ -270,14 +267,11 @@ def test_scales(amax, options, scale):
     assert scales[0].item() == scale and inverses[0] == 1 / scales[0]
 
 
-def test_codes_saturate():
+def test_codes():
     codes = quantization.encode(
         torch.tensor([1e9, -1e9, 1.5]), torch.tensor(1.0), torch.float8_e5m2
     )
     assert codes.view(torch.float8_e5m2).float().tolist() == [57344, -57344, 1.5]
-
-
-def test_transposed_codes():
     codes = torch.arange(24, dtype=torch.uint8).view(2, 3, 4)
     moved = TEX.fp8_transpose(codes, None, out=None)
     assert moved.shape == (4, 2, 3)
@@ -285,16 +279,13 @@ def test_transposed_codes():
     assert TEX.fp8_transpose(codes, None, out=out) is out and torch.equal(out, codes.view(6, 4).t())
 
 
-def test_padding():
+def test_padding_and_packed_sequences():
     x, out, back = randn(5, 4), torch.full((12, 4), float('nan')), torch.empty(5, 4)
     TEX.fused_multi_row_padding(x, out, [2, 0, 3], [4, 4, 4])
     assert torch.equal(out[:2], x[:2]) and torch.equal(out[8:11], x[2:])
     assert not out[2:8].any() and not out[11].any()
     TEX.fused_multi_row_unpadding(out, back, [4, 4, 4], [2, 0, 3])
     assert torch.equal(back, x)
-
-
-def test_packed_sequences():
     x, ends = randn(5, 2, 3), torch.tensor([0, 2, 2, 5], dtype=torch.int32)
     batch = TEX.convert_thd_to_bshd(x, ends, 3, 4)
     assert torch.equal(batch[0, :2], x[:2]) and torch.equal(batch[2, :3], x[2:])
@@ -314,6 +305,25 @@ def test_what_is_missing_says_so():
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 def test_fused_accumulation(dtype):
     x, dy, main = randn(6, 4).bfloat16(), randn(6, 5).bfloat16(), torch.ones(5, 4, dtype=dtype)
-    add = {torch.float32: apex.wgrad_gemm_accum_fp32}.get(dtype, apex.wgrad_gemm_accum_fp16)
+    add = {torch.float32: cpu.wgrad_gemm_accum_fp32}.get(dtype, cpu.wgrad_gemm_accum_fp16)
     add(x, dy, main)
     torch.testing.assert_close(main, (1 + dy.t().float() @ x.float()).to(dtype))
+
+
+# ---- The package loads the emulated kernels of its own checkout, or says why it cannot.
+
+
+def test_another_package_of_the_name(monkeypatch, tmp_path):
+    """One of the name is on PyPI."""
+    other = types.ModuleType('devtools')
+    other.__file__ = '/site-packages/devtools/__init__.py'
+    monkeypatch.setitem(sys.modules, 'devtools', other)
+    (tmp_path / 'transformer_engine').mkdir()
+    with pytest.raises(ImportError, match='devtools is imported from /site-packages/devtools/__'):
+        te.install(tmp_path)
+    assert not te.installed()
+
+
+def test_no_folder_of_transformer_engine(tmp_path):
+    with pytest.raises(ModuleNotFoundError, match=f'no transformer_engine in {tmp_path}: pip inst'):
+        te.install(tmp_path)

@@ -4,9 +4,9 @@ Read, not imported: that needs a GPU's libraries. Where the package is not insta
 downloaded, which holds the Python sources and builds nothing.
 """
 
-from __future__ import annotations
-
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ each_module = pytest.mark.parametrize('name', LINEAR)
 
 
 @pytest.fixture(scope='session', params=VERSIONS)
-def folder(request) -> Path:
+def folder(request):
     """Where TE's modules are, as sources."""
     return transformer_engine(request.param) / 'transformer_engine' / 'pytorch' / 'module'
 
@@ -157,3 +157,31 @@ def test_userbuffers_cannot_be_delayed(folder, name):
     said = (folder / LINEAR[name]).read_text()
     assert 'Delayed weight grad computation is not supported' in said
     assert 'Userbuffers' in said
+
+
+# ---- What torch.compile has made runs on the emulated device, with and without triton.
+
+
+PROGRAM = """
+import torch
+
+def double(x):
+    return torch.sin(x) * 2
+
+before = torch.compile(double)
+import megatron_zbpp
+assert megatron_zbpp.device().type == 'cpu'
+after = torch.compile(double)
+x = torch.randn(8)
+assert torch.equal(before(x), double(x)) and torch.equal(after(x), double(x))
+"""
+
+
+@pytest.mark.parametrize('disabled', ['', '0'])
+def test_compiled_functions_run(monkeypatch, disabled):
+    """Those from before `device()`, too; and where the environment asks for the compiler."""
+    monkeypatch.setenv('TORCHDYNAMO_DISABLE', disabled)
+    if not disabled:
+        monkeypatch.delenv('TORCHDYNAMO_DISABLE')
+    done = subprocess.run([sys.executable, '-c', PROGRAM], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,7 +1,5 @@
 """What auto makes of what ranks measured."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time
@@ -11,24 +9,27 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_zbpp import Costs, Placement, Schedule, build, simulate
 from megatron_zbpp.analysis.fit_costs import fit, measured_costs
 from megatron_zbpp.analysis.memory import peak
-from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.guests import background_search
+from megatron_zbpp.guests import auto_plan, background_search
 from megatron_zbpp.guests.auto_plan import AutoPlan
 from megatron_zbpp.guests.background_search import BackgroundSearch, schedule_text
 from megatron_zbpp.guests.measurements import Measured, merge_measurements
-from megatron_zbpp.ir import BW, B, F, Placement, Schedule, W
-from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir import BW, B, F, W
 from megatron_zbpp.mcore.programs import start_family
 from megatron_zbpp.runtime.executor import Record
 from megatron_zbpp.runtime.measure import Iteration
-from megatron_zbpp.schedules import build
 
 PLACEMENT = Placement.v(2)
 SCHEDULE = build('zb-v', 2, 4)
 COSTS = Costs.uniform(PLACEMENT)
 MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def first_rank(monkeypatch):
+    monkeypatch.setattr(auto_plan.dist, 'get_rank', lambda *_: 0)
 
 
 class CountingClock:
@@ -52,16 +53,10 @@ def iteration(kinds, schedule=SCHEDULE):
 def test_bytes_by_stage():
     found = iteration({0: {F: 30, B: -10, W: -20, BW: -30}, 3: {F: 8, B: -8, W: 0, BW: -8}}).held()
     assert found == {0: (30, 20), 3: (8, 0)}
-
-
-def test_bytes_of_slices_are_those_of_the_sequence():
     schedule = build('seq-zb-v', 2, 2, num_slices=3)
     kinds = {0: {F: 30, B: -10, W: -20}, 3: {F: 8, B: -8, W: 0}}
     assert iteration(kinds, schedule).held() == {0: (90, 60), 3: (24, 0)}
-
-
-def test_more_may_wait_for_w_than_f_left():
-    """As with tensor parallelism, where inputs are gathered for W: nothing is clipped."""
+    # as with tensor parallelism, where inputs are gathered for W: nothing is clipped
     found = iteration({0: {F: 30, B: 20, W: -50, BW: -30}, 3: {F: 8, B: 0, W: -8, BW: -8}}).held()
     assert found == {0: (30, 50), 3: (8, 8)}
 
@@ -80,43 +75,34 @@ def test_activations_as_measured():
     assert full == 40 * MIB and limit == 4
     assert costs.amounts['activation'] == pytest.approx((0.25, 0.75, 0.25, 0.5))
     assert costs.amounts['retained'] == pytest.approx((0.125, 0.75, 0, 0.5))
-    assert (costs.times['F'], costs.times['B'], costs.times['W']) == (
-        COSTS.times['F'],
-        COSTS.times['B'],
-        COSTS.times['W'],
-    )
+    assert all(costs.times[kind] == COSTS.times[kind] for kind in 'FBW')
 
 
-def test_no_more_than_fits():
-    """On the rank with the least room."""
-    held = [(10 * MIB, 10 * MIB)] * 4
-    found = [measured(0, held, 100 * MIB), measured(1, held, 10 * MIB)]
-    assert merge_measurements(found, SCHEDULE, 4.0)[1] == pytest.approx(2 + 0.9 * 10 / 20)
-
-
-@pytest.mark.parametrize('waiting', [2, 10, 30])
-def test_what_fits_counts_what_waited(waiting):
-    """On top of what the measured schedule held in bytes, not in microbatches."""
-    found = [measured(rank, [(10 * MIB, waiting * MIB)] * 4, 10 * MIB) for rank in (0, 1)]
-    costs, limit, _ = merge_measurements(found, SCHEDULE, 40.0)
-    assert costs.amounts['retained'] == pytest.approx((waiting / 20,) * 4)
-    assert limit == pytest.approx(min(peak(SCHEDULE, costs)) + 0.9 * 10 / 20)
-
-
-def test_without_a_limit():
-    """What runs may run on, though more waits for W than 1F1B holds."""
-    little = [measured(rank, [(10 * MIB, 10 * MIB)] * 4, 900 * MIB) for rank in (0, 1)]
-    assert merge_measurements(little, SCHEDULE, None)[1] == 2
-    much = [measured(rank, [(10 * MIB, 30 * MIB)] * 4, 900 * MIB) for rank in (0, 1)]
-    costs, limit, _ = merge_measurements(much, SCHEDULE, None)
-    assert limit == max(peak(SCHEDULE, costs)) > 3
+@pytest.mark.parametrize(
+    ('waits', 'spares', 'limit', 'fits'),
+    [
+        (10, (100, 10), 4.0, 2 + 0.9 * 10 / 20),  # no more than on the rank with the least room
+        # on top of what the measured schedule held in bytes, not in microbatches
+        *((waits, (10, 10), 40.0, 0.9 * 10 / 20) for waits in (2, 10, 30)),
+        (10, (900, 900), None, 2),  # what runs may run on, though more waits for W than 1F1B holds
+        (30, (900, 900), None, 0),
+    ],
+)
+def test_what_fits(waits, spares, limit, fits):
+    stages = [(10 * MIB, waits * MIB)] * 4
+    found = [measured(rank, stages, spare * MIB) for rank, spare in enumerate(spares)]
+    costs, most, _ = merge_measurements(found, SCHEDULE, limit)
+    assert costs.amounts['retained'] == pytest.approx((waits / 20,) * 4)
+    held = (min if limit else max)(peak(SCHEDULE, costs))
+    assert most == pytest.approx(fits if fits >= 2 else held + fits)
+    assert limit or waits < 30 or most > 3
 
 
 @pytest.mark.parametrize('held', [{}, {0: (1.0, 1.0), 3: (1.0, 1.0)}])
 def test_where_nobody_counts(held):
     costs, limit, full = merge_measurements([Measured(COSTS, 1.0, held, None, 0)], SCHEDULE, 3.0)
     assert (limit, full) == (3, None)
-    assert max(peak(build('zb-v', 2, 4), costs)) == max(peak(build('zb-v', 2, 4), COSTS))
+    assert max(peak(SCHEDULE, costs)) == max(peak(SCHEDULE, COSTS))
 
 
 @pytest.mark.parametrize(('share', 'cells'), [(0.7, True), (1.1, False)])
@@ -142,8 +128,6 @@ def test_plans_know_the_latency_of_each_pair_of_ranks(monkeypatch, mirrored):
     edges = tuple((*pair, 0.7e-3) for pair in ((0, 1), (1, 0)))
     costs = replace(Costs.uniform(schedule.placement, 2e-3, 2e-3, 2e-3, comm=0.1e-3), edges=edges)
     measured = Measured(measured_costs(simulate(schedule, costs)), 1.0, {}, None, 0, (0, 1, 2, 3))
-    from megatron_zbpp.guests import auto_plan
-
     told, asked = [], []
     monkeypatch.setattr(auto_plan.dist, 'get_rank', lambda: 0)
     monkeypatch.setattr(BackgroundSearch, 'start', lambda _, search, *rest: asked.append(search))
@@ -162,8 +146,6 @@ def test_what_is_measured_of_messages_counts_hops(monkeypatch):
     schedule = build('zb-v', 4, 8)
     costs = Costs.uniform(schedule.placement, 2e-3, 2e-3, 2e-3, comm=0.1e-3)
     costs = replace(costs, hops=((0.0, 0.0),) * 6 + ((0.3e-3, 0.4e-3),))
-    from megatron_zbpp.guests import auto_plan
-
     told = []
     monkeypatch.setattr(auto_plan.dist, 'get_rank', lambda: 0)
     monkeypatch.setattr(BackgroundSearch, 'start', lambda *_: None)
@@ -200,9 +182,6 @@ def test_each_batch_size_is_planned_for_by_itself(monkeypatch, settled):
 
 def test_a_slow_replica_is_named(monkeypatch):
     """Of three, by the rank of the job; the costs to plan for are the usual ones."""
-    from megatron_zbpp.guests import auto_plan
-
-    monkeypatch.setattr(auto_plan.dist, 'get_rank', lambda *_: 0)
     monkeypatch.setattr(BackgroundSearch, 'start', lambda *_: None)
     slow = COSTS.with_times(F=(0.5, 0.8, 0.8, 0.5), W=(0.5, 0.8, 0.8, 0.5))
     found = [
@@ -225,12 +204,9 @@ def test_a_slow_replica_is_named(monkeypatch):
 
 def asked(monkeypatch, tmp_path, program, seconds=30.0):
     """What `auto` says, and what it answers, where the planner is this program."""
-    from megatron_zbpp.guests import auto_plan
-
     file = tmp_path / 'planner.py'
     file.write_text(program)
     monkeypatch.setattr(background_search, 'COMMAND', (sys.executable, str(file)))
-    monkeypatch.setattr(auto_plan.dist, 'get_rank', lambda *_: 0)
     said = []
     found = [Measured(COSTS, 9.0, {}, None, 0)]
     auto = AutoPlan(seconds=seconds, say=said.append, _spans=[9.0], _found=found)
@@ -287,9 +263,6 @@ def test_a_planner_that_cannot_be_started(monkeypatch, tmp_path):
 )
 def test_back_where_it_was_better(monkeypatch, before, now, back):
     """Only beyond noise: each iteration now took longer than any before."""
-    from megatron_zbpp.guests import auto_plan
-
-    monkeypatch.setattr(auto_plan.dist, 'get_rank', lambda *_: 0)
     said = []
     auto = AutoPlan(say=said.append, _spans=now, _measured_before=before, _original=SCHEDULE)
     assert auto._compare(SCHEDULE) is (SCHEDULE if back else None)

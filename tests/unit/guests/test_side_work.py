@@ -1,21 +1,20 @@
 """When steps of a side task run, and when they do not; on a clock that is moved by hand."""
 
-from __future__ import annotations
-
 import itertools
 import random
+import re
 from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 
-from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp import Costs, build, simulate
 from megatron_zbpp.guests import side_work
 from megatron_zbpp.guests.side_work import SideWork
-from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.mcore.plugin import Plugin
+from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.runtime.clock import Record
-from megatron_zbpp.schedules import build
 
 RANK = 2  # it waits at the start, inside and at the end
 SCHEDULE = build('1f1b', 4, 4)
@@ -43,6 +42,10 @@ class Host:
     def __init__(self, monkeypatch, work):
         monkeypatch.setattr(side_work.dist, 'get_rank', lambda *_: RANK)
         self.clock, self.work, self.late = Clock(), work, 0.0
+
+    def run(self, iterations):
+        for _ in range(iterations):
+            self.iterate()
 
     def iterate(self, schedule=SCHEDULE, ahead=0, overlaps=False):
         """One iteration, of which so many passes ran before it began, a second ahead of the rest;
@@ -98,8 +101,7 @@ WAITS = TIMELINE.makespan - sum(end - start for start, end in SPANS)
 
 def test_all_gaps_are_used_and_nothing_is_late(monkeypatch):
     made = host(monkeypatch)
-    for _ in range(5):
-        made.iterate()
+    made.run(5)
     assert made.work.steps == 0, 'the first ones are measured'
     made.iterate()
     before = made.work.seconds
@@ -109,31 +111,24 @@ def test_all_gaps_are_used_and_nothing_is_late(monkeypatch):
     assert made.work.overruns == 0
 
 
-def test_after_two_that_are_too_long_an_iteration_has_no_more(monkeypatch):
-    made = host(monkeypatch, takes=0.3)
-    for _ in range(7):
-        made.iterate()
-    assert made.work.steps == made.work.overruns == 4
-
-
-def test_a_step_that_never_fits(monkeypatch):
-    made = host(monkeypatch, says=100.0)
-    for _ in range(8):
-        made.iterate()
-    assert made.work.steps == 0
-
-
-def test_the_end_of_the_work(monkeypatch):
-    made = host(monkeypatch, returns=False)
-    for _ in range(8):
-        made.iterate()
-    assert made.work.steps == 1 and made.work.finished
+@pytest.mark.parametrize(
+    ('task', 'iterations', 'steps', 'overruns'),
+    [
+        ({'takes': 0.3}, 7, 4, 4),  # after two that are too long an iteration has no more
+        ({'says': 100.0}, 8, 0, 0),  # it never fits
+        ({'returns': False}, 8, 1, 0),  # its work has come to an end
+    ],
+)
+def test_when_steps_end(monkeypatch, task, iterations, steps, overruns):
+    made = host(monkeypatch, **task)
+    made.run(iterations)
+    assert (made.work.steps, made.work.overruns) == (steps, overruns)
+    assert made.work.finished == ('returns' in task)
 
 
 def test_stopping(monkeypatch):
     made = host(monkeypatch)
-    for _ in range(6):
-        made.iterate()
+    made.run(6)
     steps = made.work.steps
     made.work.stop()
     made.iterate()
@@ -143,16 +138,14 @@ def test_stopping(monkeypatch):
 def test_a_step_that_raises_is_reported_once(monkeypatch):
     made = host(monkeypatch)
     made.work._step = lambda: 1 / 0
-    for _ in range(8):
-        made.iterate()
+    made.run(8)
     (said,) = made.said
     assert 'is not called again' in said and 'ZeroDivisionError' in said
 
 
 def test_another_schedule_is_measured_first(monkeypatch):
     made = host(monkeypatch)
-    for _ in range(6):
-        made.iterate()
+    made.run(6)
     steps = made.work.steps
     other = build('1f1b', 4, 4)
     for _ in range(4):
@@ -162,9 +155,6 @@ def test_another_schedule_is_measured_first(monkeypatch):
     assert made.work._expected is not None
     made.iterate(other)
     assert made.work.steps > steps
-
-
-def test_times_are_measured_again(monkeypatch):
     monkeypatch.setattr(side_work, '_AGAIN', 8)
     made = host(monkeypatch)
     found = []
@@ -178,8 +168,7 @@ def test_times_are_measured_again(monkeypatch):
 def test_iterations_that_overlap(monkeypatch):
     """They are measured anew, three apart; steps run before passes that have not run ahead only."""
     made = host(monkeypatch)
-    for _ in range(6):
-        made.iterate()
+    made.run(6)
     steps = made.work.steps
     assert steps > 0
     made.iterate(overlaps=True)  # nothing has run ahead of the first
@@ -203,8 +192,7 @@ def test_iterations_that_overlap(monkeypatch):
 
 def test_a_rank_without_work_measures(monkeypatch):
     made = Host(monkeypatch, SideWork(None, 1.0))
-    for _ in range(6):
-        made.iterate()
+    made.run(6)
     assert made.work.steps == 0 and made.work._expected is not None
 
 
@@ -224,8 +212,7 @@ def test_random_numbers_are_those_without(monkeypatch):
     expected = drawn()
     seeded()
     made.work._step = lambda: (drawn(), False)[1]
-    for _ in range(6):
-        made.iterate()
+    made.run(6)
     assert made.work.steps == 1
     assert drawn() == expected
 
@@ -256,8 +243,7 @@ def test_memory_on_a_gpu(monkeypatch, memory, keeps, needs):
         monkeypatch.setattr(torch.cuda, name, answer)
     made = host(monkeypatch)
     made.work = SideWork(step, 0.25, 0.01, memory, made.said.append)
-    for _ in range(8):
-        made.iterate()
+    made.run(8)
     if keeps > 0:
         assert made.work.steps == 3 and made.work.finished
     else:
@@ -266,31 +252,22 @@ def test_memory_on_a_gpu(monkeypatch, memory, keeps, needs):
     assert all('side task has taken' in said for said in made.said)
 
 
-def test_resumed_at_nonsense():
-    from megatron_zbpp.mcore.plugin import Plugin
-    from megatron_zbpp.mcore.settings import Settings
-
+@pytest.mark.parametrize(
+    ('ask', 'said'),
+    [
+        *((lambda plugin, step=step: plugin.resume(step), 'give how many were taken')
+          for step in (-1, 1.5, True, '7')),
+        (lambda plugin: plugin.side_task(len, 0), 'step_seconds is 0'),
+        (lambda plugin: plugin.side_task(len, -1.0), 'step_seconds is -1.0: give seconds'),
+        (lambda plugin: plugin.side_task(len, 'much'), "step_seconds is 'much'"),
+        (lambda plugin: plugin.side_task(len, 1.0, -2.0), 'margin is -2.0'),
+        (lambda plugin: plugin.side_task(len, 1.0, None, -1), 'memory is -1: give bytes'),
+        (lambda plugin: plugin.side_task(len, 1.0, None, '1GiB'), "memory is '1GiB'"),
+    ],
+)  # fmt: skip
+def test_asked_for_nonsense(ask, said):
     plugin = Plugin(Settings('zb-h1'))
-    for step in (-1, 1.5, True, '7'):
-        with pytest.raises(ValueError, match='give how many were taken'):
-            plugin.resume(step)
-    plugin.resume(7)  # without freezing there is nothing to go on with
-
-
-def test_asked_for_nonsense():
-    from megatron_zbpp.mcore.plugin import Plugin
-    from megatron_zbpp.mcore.settings import Settings
-
-    plugin = Plugin(Settings('zb-h1'))
-    for arguments, said in (
-        ((len, 0), 'step_seconds is 0'),
-        ((len, -1.0), 'step_seconds is -1.0: give seconds'),
-        ((len, 'much'), "step_seconds is 'much'"),
-        ((len, 1.0, -2.0), 'margin is -2.0'),
-        ((len, 1.0, None, -1), 'memory is -1: give bytes'),
-        ((len, 1.0, None, '1GiB'), "memory is '1GiB'"),
-    ):
-        with pytest.raises(ValueError) as error:
-            plugin.side_task(*arguments)
-        assert said in str(error.value)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        ask(plugin)
     assert plugin.session.filler is None
+    plugin.resume(7)  # without freezing there is nothing to go on with

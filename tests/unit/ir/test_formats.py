@@ -1,28 +1,39 @@
-from __future__ import annotations
-
 import json
+from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from documents import ODD, changed, places
 from hypothesis import given
 from hypothesis import strategies as st
+from instances import NODES
+from instances import P1 as LAYERS
 
-from megatron_zbpp.analysis.checker import check
-from megatron_zbpp.ir import KINDS, Pass, Placement, Schedule, chain, files, formats
-from megatron_zbpp.ir.formats import DIALECTS, from_torch_csv, load, to_torch_csv
-from megatron_zbpp.schedules import build, names
-from megatron_zbpp.techniques.recompute.graph import recompute
+from megatron_zbpp import (
+    Costs,
+    Devices,
+    Layers,
+    Pass,
+    Placement,
+    Schedule,
+    build,
+    check,
+    load,
+    simulate,
+)
+from megatron_zbpp.cli import main
+from megatron_zbpp.ir import KINDS, files, formats, strict_json
+from megatron_zbpp.ir.formats import DIALECTS, from_torch_csv, to_torch_csv
+from megatron_zbpp.planner import cache
+from megatron_zbpp.runtime.measure import Measurement
+from megatron_zbpp.schedules import names, own_families
 
 PLACEMENTS = [
-    Placement.loop(1),
-    Placement.loop(3),
-    Placement.loop(2, 3),
-    Placement.v(3),
-    Placement.wave(2, 4),
-    Placement.v(2).reversed(),
-    Placement.loop(3).reversed(),
+    Placement.loop(1), Placement.loop(3), Placement.loop(2, 3), Placement.v(3),
+    Placement.wave(2, 4), Placement.v(2).reversed(), Placement.loop(3).reversed(),
     Placement((0, 0, 1, 1, 2)),
-]
+]  # fmt: skip
 
 
 @st.composite
@@ -40,18 +51,20 @@ def orders(draw: st.DrawFn) -> Schedule:
 
 
 @given(schedule=orders(), dialect=st.sampled_from(DIALECTS))
-def test_csv_round_trip(schedule: Schedule, dialect: str) -> None:
+def test_csv_and_json_round_trip(schedule, dialect):
     assert from_torch_csv(to_torch_csv(schedule, dialect), dialect=dialect) == schedule
+    assert Schedule.from_json(schedule.to_json()) == schedule
 
 
-@given(schedule=orders())
-def test_json_round_trip(schedule: Schedule) -> None:
+@pytest.mark.parametrize('family', own_families(every=True), ids=lambda family: family.name)
+def test_every_family_is_read_as_it_is_written(family):
+    schedule = build(family.name, 4, 7)
     assert Schedule.from_json(schedule.to_json()) == schedule
 
 
 @pytest.mark.parametrize('dialect', DIALECTS)
 @pytest.mark.parametrize('name', names(plain=True))
-def test_dialect_is_told_by_the_contents(name: str, dialect: str, tmp_path: Path) -> None:
+def test_dialect_is_told_by_the_contents(name, dialect, tmp_path):
     schedule = build(name, 4, 8)
     file = tmp_path / f'{schedule.name}.csv'
     file.write_text(to_torch_csv(schedule, dialect))
@@ -59,7 +72,7 @@ def test_dialect_is_told_by_the_contents(name: str, dialect: str, tmp_path: Path
     check(load(file))
 
 
-def test_a_file_of_torch_goes_back_in_order(tmp_path: Path) -> None:
+def test_a_file_of_torch_goes_back_in_order(tmp_path):
     """As it is loaded, not as it is read: what was written is read back to the same."""
     text = '0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n'
     file = tmp_path / 'bfs.csv'
@@ -71,7 +84,7 @@ def test_a_file_of_torch_goes_back_in_order(tmp_path: Path) -> None:
     assert to_torch_csv(from_torch_csv(text)) == text
 
 
-def test_kinds_of_the_dialects() -> None:
+def test_kinds_of_the_dialects():
     def kinds(text: str, dialect: str | None = None) -> list[str]:
         return [p.kind for p in from_torch_csv(text, dialect=dialect).passes[0]]
 
@@ -81,9 +94,6 @@ def test_kinds_of_the_dialects() -> None:
     assert kinds('0F0,0B0') == ['F', 'BW']
     assert kinds('0F0,0B0', 'old') == ['F', 'B']
     assert kinds('0F0,0B0', 'new') == ['F', 'BW']
-
-
-def test_bubbles_spaces_overlap_and_blank_lines() -> None:
     text = ' 0F0 ,,0F1,,\n,1F0,(1F1;1B0)OVERLAP_F_B,1B1\n\n'
     schedule = from_torch_csv(text)
     assert [list(map(str, row)) for row in schedule.passes] == [
@@ -95,77 +105,14 @@ def test_bubbles_spaces_overlap_and_blank_lines() -> None:
     assert Schedule.from_json(schedule.to_json()) == schedule
 
 
-def test_what_torch_has_no_name_for_is_refused() -> None:
-    graph = recompute(chain(1), (0,))
-    orders = [[Pass('F', 0, 0), Pass('R', 0, 0), Pass('BW', 0, 0)]]
-    with pytest.raises(ValueError, match='0R0: the CSV of torch has F, B and W of whole'):
-        to_torch_csv(Schedule.of('again', Placement.loop(1), 1, orders, graph))
-
-
-def test_lowered_actions_are_dropped_with_a_note() -> None:
+def test_what_is_no_plain_file_of_a_schedule(tmp_path):
     text = '0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0,1F0,1B0,1SEND_B0\n'
     with pytest.warns(UserWarning, match='dropped 6 sends'):
         assert from_torch_csv(text) == from_torch_csv('0F0,0B0\n1F0,1B0')
-
-
-@pytest.mark.parametrize(
-    ('text', 'said'),
-    [
-        ('', 'not a schedule'),
-        ('\n,,\n', 'not a schedule'),
-        ('hello', "row 0, column 0: 'hello' is not an action"),
-        ('0F0,0B0\n1F0,1X0', "row 1, column 1: '1X0'"),
-        ('0F0\n\n1F0', 'row 1 has no passes'),
-        ('0F0,1F0\n1F0', 'row 1 has 1F0, but row 0 has passes of stage 1'),
-        ('0F0\n2F0', 'stage 1 has no passes'),
-        ('0F0,99999999999F0', 'stage 1 has no passes'),
-        ('0F0,0I0,0W0,0BW1', "'I' and 'BW'"),
-        ('[1, 2]', 'not a schedule'),
-        (
-            '{"F": [1], "B": [1], "W": [1]}',
-            'not a schedule: no "format": "megatron_zbpp.schedule/2" in it: it is ',
-        ),
-        ('{"format": 1}', 'format 1 is not one of megatron_zbpp.schedule/1'),
-        ('{"format"', 'Expecting'),
-        ('\x00\xff', 'is not an action'),
-        ('{"schedule": ' * 9999, 'nested'),
-        (
-            build('1f1b', 2, 2).to_json().replace('[\n   0,\n   1\n  ]', '[0, 999999999999]'),
-            'give each rank',
-        ),
-    ],
-)
-def test_bad_files_name_the_place(text: str, said: str, tmp_path: Path) -> None:
-    file = tmp_path / 'bad.csv'
-    file.write_text(text, encoding='utf-8')
-    with pytest.raises(ValueError, match=said) as caught:
-        load(file)
-    assert str(file) in str(caught.value)
-    assert '\n' not in str(caught.value)
-
-
-def test_binary_file_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / 'model.pt'
-    file.write_bytes(bytes(range(256)) * 100)
-    with pytest.raises(ValueError, match=r'model\.pt'):
-        load(file)
-
-
-def test_forced_dialect_refuses_the_other_ones_kinds() -> None:
-    with pytest.raises(ValueError, match=r"'BW'.*'new'"):
-        from_torch_csv('0F0,0BW0', dialect='new')
-    with pytest.raises(ValueError, match="dialect 'newer' is not known"):
-        to_torch_csv(build('1f1b', 2, 2), 'newer')
-
-
-def test_a_plan_is_a_schedule_file(tmp_path: Path) -> None:
     schedule = build('zb-v', 2, 4)
     file = tmp_path / 'plan.json'
     file.write_text(json.dumps({'makespan': 1.0, 'schedule': json.loads(schedule.to_json())}))
     assert load(file) == schedule
-
-
-def test_byte_order_mark_and_windows_lines(tmp_path: Path) -> None:
     file = tmp_path / '1f1b.csv'
     text = to_torch_csv(build('1f1b', 2, 2)).replace('\n', '\r\n')
     file.write_bytes(b'\xef\xbb\xbf' + text.encode())
@@ -185,3 +132,168 @@ def test_a_file_of_too_many_passes_is_refused_before_they_are_made(tmp_path, mon
     monkeypatch.setattr(files, 'MOST_BYTES', 640)
     with pytest.raises(ValueError, match=r'large: more than 640 bytes: give a shorter file'):
         formats.load(file)
+
+
+# ---- Whatever stands in a file: it is read as it is meant, or refused in printable words.
+
+
+SCHEDULE = build('zb-v', 2, 2)
+COSTS = Costs.uniform(SCHEDULE.placement)
+TIMELINE = simulate(SCHEDULE, COSTS)
+FIELDS = json.loads(json.dumps(asdict(COSTS.with_times(R=[1.0] * 4)) | {'edges': [[0, 1, 0.5]]}))
+FILE = {kind: FIELDS['times'][kind] for kind in 'FBW'}
+
+
+# by reader: the function, a document that it reads, and how to write what was read
+READERS = {
+    'schedule': (Schedule.from_json, SCHEDULE.to_json(), Schedule.to_json),
+    'plan or schedule': (formats.from_json, SCHEDULE.to_json(), Schedule.to_json),
+    'costs': (Costs.from_json, json.dumps(FILE), None),
+    'costs of a plan': (
+        lambda text: Costs.from_fields(strict_json.loads(text)),
+        json.dumps(FIELDS),
+        lambda costs: json.dumps(asdict(costs)),
+    ),
+    'layers': (Layers.from_json, LAYERS.to_json(), None),
+    'devices': (Devices.from_json, NODES.to_json(), None),
+    'measurement': (
+        Measurement.from_json,
+        Measurement(TIMELINE, (1.0, 2.0)).to_json(),
+        Measurement.to_json,
+    ),
+}
+
+
+def filled_in(document, written):
+    """A document with what it leaves out and `written` has."""
+    if not isinstance(document, dict) or not isinstance(written, dict):
+        return document
+    inside = {k: filled_in(v, written[k]) if k in written else v for k, v in document.items()}
+    return written | inside
+
+
+@pytest.mark.parametrize('reader', READERS)
+@given(st.data())
+def test_one_thing_is_changed(reader, data):
+    read, text, write = READERS[reader]
+    original = json.loads(text)
+    path = data.draw(st.sampled_from([*places(original)]))
+    how = data.draw(st.sampled_from(['replaced', 'gone', 'added']))
+    document = changed(original, path, how, data.draw(ODD))
+    try:
+        found = read(json.dumps(document))
+    except ValueError as error:
+        assert all(c.isprintable() or c == '\n' for c in str(error)), repr(str(error))
+        return
+    if write is not None:
+        written = json.loads(write(found))
+        # 1, 1.0 and true have different texts
+        filled = json.dumps(filled_in(document, written), sort_keys=True)
+        assert json.dumps(written, sort_keys=True) == filled
+
+
+@pytest.mark.parametrize(
+    'text', ['{"a": 1, "a": 2}', '{"a\\u001b": 1}', '[1e999]', f'[1{"0" * 18}]']
+)
+def test_json_itself(text):
+    for read, _, _ in READERS.values():
+        with pytest.raises(ValueError) as error:
+            read(text)
+        assert str(error.value).isprintable()
+
+
+def test_a_plan_of_another_type_is_planned_anew(tmp_path):
+    """Though its digest is right."""
+    plan = {'schedule': SCHEDULE.to_json(), 'costs': FIELDS, 'best_named': None}
+    plan |= {'objective': 'makespan', 'value': True, 'lower_bound': 0, 'repeats': False}
+    body = json.dumps(plan)
+    file = tmp_path / 'a.plan'
+    file.write_text(f'{sha256(body.encode()).hexdigest()}\n{body}')
+    with pytest.warns(UserWarning, match="'value': true is not a number"):
+        assert cache._load(file) is None
+
+
+@pytest.mark.parametrize('text', ['0F0,0B0\n', 'no schedule'])
+def test_control_characters_of_a_file_name(tmp_path, capsys, text):
+    """As in what a shell makes of `*.csv`."""
+    file = tmp_path / 'evil\x1b[2J\x07.csv'
+    file.write_text(text)
+    main(['check', str(file)])
+    main(['show', '--file', str(file)])
+    shown = ''.join(capsys.readouterr())
+    assert 'evil' in shown
+    assert all(c.isprintable() or c == '\n' for c in shown)
+
+
+# ---- Files that were written when F, B and W were fields of costs are read to the same values.
+
+
+WRITTEN = Path(__file__).with_name('written')
+OLD_COSTS = Costs(
+    {'F': (1.0, 2.0), 'B': (1.5, 2.5), 'W': (0.5, 0.75), 'R': (1.0, 2.0), 'O': (0.5, 0.5)},
+    {'activation': (1.0, 2.0), 'retained': (0.5, 1.5), 'input': (0.1, 0.2)},
+    0.25,
+    0.125,
+    parameters=(3.0, 4.0),
+    edges=((0, 1, 0.5),),
+    speeds=(1.0, 0.5),
+    together=0.9,
+)
+APART = {  # as users write it
+    'F': [1.0, 2.0],
+    'B': [1.5, 2.5],
+    'W': [0.5, 0.75],
+    'activation': [1.0, 2.0],
+    'retained': [0.5, 1.5],
+    'times': {'R': [1.0, 2.0], 'O': [0.5, 0.5]},
+    'amounts': {'input': [0.1, 0.2]},
+    **{name: asdict(OLD_COSTS)[name] for name in ('comm', 'message', 'parameters', 'together')},
+    'edges': [[0, 1, 0.5]],
+    'speeds': [1.0, 0.5],
+}
+
+
+def text(name: str) -> str:
+    return (WRITTEN / name).read_text()
+
+
+def test_files_of_before():
+    assert Costs.from_fields(strict_json.loads(text('costs.json'))) == OLD_COSTS
+    assert Costs.from_fields(strict_json.loads(json.dumps(asdict(OLD_COSTS)))) == OLD_COSTS
+    assert Costs.from_json(json.dumps(APART)) == OLD_COSTS
+    assert Costs.from_json(json.dumps(asdict(OLD_COSTS))) == OLD_COSTS
+    apart = {**APART, 'selective': {'B': [2.0, 3.0], 'activation': [0.5, 1.0]}}
+    inside = {'times': {'B': [2.0, 3.0]}, 'amounts': {'activation': [0.5, 1.0]}}
+    found = Costs.from_json(json.dumps(apart), selective=True)
+    assert found == Costs.from_json(json.dumps({**asdict(OLD_COSTS), 'selective': inside}), True)
+    assert found == OLD_COSTS.with_times(B=(2.0, 3.0), O=(0.25, 0.25)).with_amounts(
+        activation=(0.5, 1.0)
+    )
+    found = cache._load(WRITTEN / 'old.plan')
+    assert found is not None and found.costs == OLD_COSTS
+    assert found.schedule == Schedule.from_json(text('schedule.json'))
+
+
+# ---- JSON of known fields: what is refused, and in which words.
+
+
+CHECKS = {
+    'integer': (strict_json.integer, [0, -3], [True, 1.0, '1', None], 'an integer'),
+    'number': (strict_json.number, [0, 2.5], [True, '1', None], 'a number'),
+    'text': (strict_json.text, ['', 'a'], ['a\x1b', 1], 'text without control characters'),
+    'string': (strict_json.string, ['a\x1b'], [1, None], 'text'),
+    'one of': (strict_json.one_of('a', 1), ['a', 1], ['b', True, 1.0], 'one of "a", 1'),
+}
+
+
+@pytest.mark.parametrize('name', CHECKS)
+def test_values(name):
+    check, good, bad, said = CHECKS[name]
+    assert [check(value) for value in good] == [None] * len(good)
+    assert [check(value) for value in bad] == [said] * len(bad)
+
+
+def test_an_object_that_fits():
+    """Also at the most depth of what may recurse."""
+    strict_json.require({'m': 1}, {'m': strict_json.integer}, {'n': strict_json.number})
+    assert strict_json.loads('[' * 32 + ']' * 32)

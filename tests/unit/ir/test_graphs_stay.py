@@ -6,8 +6,6 @@ costs. Where one was changed on purpose, write it anew and say why in the commit
     PYTHONPATH=tests/support python tests/unit/ir/test_graphs_stay.py
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator
@@ -16,10 +14,8 @@ from pathlib import Path
 import pytest
 from stays import digits
 
-from megatron_zbpp.ir import Placement
-from megatron_zbpp.ir.compiled import compiled
-from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.graph import DEVICE, HOST, PARTNER
+from megatron_zbpp import Costs, Placement
+from megatron_zbpp.ir.graph import DEVICE, HOST, PARTNER, compiled
 from megatron_zbpp.ir.techniques import applied
 
 FILE = Path(__file__).with_name('graphs.json')

@@ -1,7 +1,5 @@
 """Launch lines of a bench, what it reads of a log, and benches that end early."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -33,10 +31,7 @@ def test_lines_differ_in_the_schedule_alone():
     assert start[start.index('--train-iters') + 1] == '1'
     assert stock[stock.index('--load') + 1] == 'c' == start[start.index('--save') + 1]
     assert job.tokens == 8 * 16 and job.load is None and job.own == ()
-
-
-def test_a_line_of_ours_is_measured_as_it_is():
-    """With its schedule, and stock without any flag of ours writes the checkpoint."""
+    # with its schedule, and stock without any flag of ours writes the checkpoint
     ours = ['--pipeline-schedule', 'zb-h1', '--pipeline-offload', 'half']
     job = Bench.of([*TORCHRUN, 'pretrain_gpt.py', *FLAGS, *ours, '--load', 'mine'], cpu=True)
     assert '--cpu' in job.launcher and job.load == 'mine'
@@ -45,9 +40,6 @@ def test_a_line_of_ours_is_measured_as_it_is():
     assert other[other.index('--pipeline-schedule') + 1] == 'zb-v' and 'zb-h1' not in other
     assert '--ckpt-format' not in own, "the user's checkpoint is read as it is"
     assert not {'--pipeline-schedule', '--pipeline-offload', 'half'} & {*job.start('c')}
-
-
-def test_a_line_without_a_script():
     with pytest.raises(ValueError, match='the launch line names no script: give all of it'):
         Bench.of(FLAGS)
 
@@ -108,9 +100,6 @@ def test_runs_are_in_turns_and_kept(folder, capsys):
     assert again == (code, found), 'nothing is run again'
     assert (folder / 'ran').read_text().count('ran') == 5
     assert (folder / 'zbpp-bench/bench.png').exists() and not (folder / 'zbpp-bench/start').exists()
-
-
-def test_another_bench_wants_another_folder(folder, capsys):
     bench(folder, capsys)
     words = ['--iterations', '3', '--', 'sh', 'job.sh', 'megatron_zbpp.launch', 'job.py']
     assert main(['bench', *words]) == 2

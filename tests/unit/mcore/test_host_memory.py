@@ -1,16 +1,15 @@
 """What the host has left: of files as kernels write them; and launch lines that need more."""
 
-from __future__ import annotations
-
+import json
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from megatron_zbpp.mcore.command_line import arguments
+from megatron_zbpp import build
+from megatron_zbpp.mcore.job import model_shape
 from megatron_zbpp.runtime.activations import host_memory
-from megatron_zbpp.schedules import build
-from megatron_zbpp.techniques.offload.place import offloaded
+from megatron_zbpp.techniques.offload import offloaded
 
 GIB = 2**30
 
@@ -22,22 +21,9 @@ def write(root, files):
         file.write_text(text)
 
 
-MACHINE = {'proc/meminfo': 'MemTotal:  4194304 kB\nMemAvailable:  2097152 kB\nHugePages: x\n'}
-SECOND = {
-    'proc/self/cgroup': '0::/job/step\n',
-    'sys/fs/cgroup/job/step/memory.max': 'max\n',
-    'sys/fs/cgroup/job/memory.max': f'{GIB}\n',
-    'sys/fs/cgroup/job/memory.current': f'{GIB - 100}\n',
-    'sys/fs/cgroup/job/memory.stat': 'anon 7\nactive_file 20\ninactive_file 30\n',
-}
-FIRST = {
-    'proc/self/cgroup': '7:cpu:/other\n4:memory:/job\n0::/\n',
-    'sys/fs/cgroup/memory/job/memory.limit_in_bytes': f'{GIB}\n',
-    'sys/fs/cgroup/memory/job/memory.usage_in_bytes': '1000\n',
-    'sys/fs/cgroup/memory/job/memory.stat': 'active_file 5\ntotal_active_file 300\n',
-    'sys/fs/cgroup/memory/memory.limit_in_bytes': '9223372036854771712\n',
-    'sys/fs/cgroup/memory/memory.usage_in_bytes': '5000\n',
-}
+# files by their paths, as kernels write them: of a machine, of groups of the second and first kind
+KERNELS = json.loads(Path(__file__).with_name('host_memory.json').read_text())
+MACHINE, SECOND, FIRST = KERNELS.values()
 
 
 @pytest.mark.parametrize(
@@ -57,10 +43,7 @@ def test_the_least_counts(tmp_path, files, expected, file):
 
 def test_where_nothing_tells(tmp_path):
     assert host_memory.room(tmp_path) is None
-
-
-def test_here():
-    """This machine says something, and in words."""
+    # this machine says something, and in words
     found = host_memory.room()
     assert found is None or (found.nbytes > 0 and ' GiB (/' in str(found))
 
@@ -85,7 +68,7 @@ def needed(monkeypatch, room, args, environment=TORCHRUN):
     """What is said where the host has so much; None: nothing."""
     monkeypatch.setattr(host_memory, 'room', lambda: host_memory.Room(room, Path('/a/limit')))
     try:
-        arguments.require_host_memory(args, SCHEDULE, environment)
+        model_shape.require_host_memory(args, SCHEDULE, environment)
     except ValueError as error:
         return str(error)
     return None
@@ -93,8 +76,8 @@ def needed(monkeypatch, room, args, environment=TORCHRUN):
 
 def test_of_the_ranks_of_this_node(monkeypatch):
     """Here pipeline ranks 2 and 3, of two replicas: as many bytes as the graph says."""
-    held = arguments.on_host(SCHEDULE, 1.0)
-    layer = arguments.layer_memory(launch()).activation
+    held = model_shape.on_host(SCHEDULE, 1.0)
+    layer = model_shape.layer_memory(launch()).activation
     total = 2 * (held[2] + held[3]) * layer * 32 / 8
     assert total > 0 and held[0] > held[7] == 0
     said = needed(monkeypatch, int(0.8 * total), launch())

@@ -1,7 +1,5 @@
 """Patches go in, all or none, wherever they were imported; and come out again everywhere."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import sys
@@ -45,7 +43,7 @@ def ours(original):
     return replacement
 
 
-def test_several_patches_of_one_place(folder):
+def test_in_and_out(folder):
     """Each wraps what the one before it made; all come out again."""
     import theirs
 
@@ -57,9 +55,6 @@ def test_several_patches_of_one_place(folder):
     assert theirs.Owner().method() == 'theirs around ours for method'
     registry.undo()
     assert theirs.Owner.method is method
-
-
-def test_in_and_out(folder):
     import theirs
 
     registry = Registry()

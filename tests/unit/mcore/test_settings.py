@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
-from math import inf, nan
+import argparse
+import inspect
+import json
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,63 +13,18 @@ import pytest
 from supported import refuses
 
 import megatron_zbpp
-from megatron_zbpp import bridge
-from megatron_zbpp.ir import Placement
+from megatron_zbpp import Placement, bridge, build
+from megatron_zbpp.cli import main
+from megatron_zbpp.mcore.command_line import flags
+from megatron_zbpp.mcore.options import Checks, Option, option, options_of, with_options_of
 from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.mcore.programs import Programs
-from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.mcore.settings import OPTIONS, Settings
 from megatron_zbpp.partitioning.freeze_plans import FreezePlan
-from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques.slices.graph import sized
 from megatron_zbpp.techniques.slices.place import in_slices
-from megatron_zbpp.techniques.two_way.fold import folded
 
 TWO_WAYS = 'two_ways:two-ways'
-
-
-@pytest.mark.parametrize(
-    ('asked', 'said'),
-    [
-        ({'schedule': None}, 'schedule None is neither the name of one'),
-        ({'schedule': 5}, 'schedule 5 is neither'),
-        ({'schedule': 'plan.json'}, "'plan.json' is a file: give megatron_zbpp.load of it"),
-        ({'schedule': 'zb-v', 'num_chunks': 3}, 'zb-v cannot have 3 chunks per rank'),
-        ({'num_chunks': 0}, 'num_chunks is 0: give a whole number from 1 up'),
-        ({'schedule': 'interleaved', 'num_chunks': 2.5}, 'num_chunks is 2.5: give a whole number'),
-        ({'schedule': 'interleaved', 'num_chunks': True}, 'num_chunks is True'),
-        ({'schedule': 'auto', 'memory_limit': -1}, 'memory_limit is -1: give a number from 0 up'),
-        ({'schedule': 'auto', 'memory_limit': nan}, 'memory_limit is nan'),
-        ({'schedule': 'zb-v', 'memory_limit': 4}, 'zb-v has one peak memory'),
-        ({'watchdog_timeout': 'abc'}, "watchdog_timeout is 'abc': give a number from 0 up"),
-        ({'watchdog_timeout': inf}, 'watchdog_timeout is inf'),
-        ({'watchdog_pause_timeout': -3}, 'watchdog_pause_timeout is -3'),
-        (
-            {'post_validation': 'yes'},
-            "post_validation is 'yes': give a whole number",
-        ),
-        ({'post_validation': -3}, 'post_validation is -3'),
-        ({'profile_iters': 0}, 'profile_iters is 0: give a whole number from 1 up'),
-        ({'check_interval': -1}, 'check_interval is -1: give a whole number from 0 up'),
-        ({'schedule': build('1f1b', 2, 2), 'num_chunks': 1}, 'num_chunks: the schedule that is'),
-        ({'recompute': 'some'}, "recompute of 'some': give 'half', 'all' or a number"),
-        ({'message_ctas': 0}, 'message_ctas is 0: give a whole number from 1 up'),
-        ({'message_priority': 'low'}, "message_priority is 'low': give 'high' or 'group'"),
-        (
-            {'message_receives': 'soon'},
-            "message_receives is 'soon': give 'early', 'late' or 'latest'",
-        ),
-        ({'dropout_seeds': 'yes'}, "dropout_seeds is 'yes': give True or False"),
-        ({'schedule': 'paci', 'dropout_seeds': True}, 'paci is asynchronous: leave it out'),
-        ({'same_start': 'tt|ttL'}, "same_start is 'tt|ttL': give True, False, or the stages"),
-        ({'kept_gib': -1}, 'kept_gib is -1: give a number from 0 up'),
-        ({'recompute': 'all', 'schedule': 'auto'}, 'recompute: auto plans orders only: name a'),
-    ],
-    ids=str,
-)
-def test_nonsense_is_named(asked, said):
-    with pytest.raises(ValueError) as error:
-        Settings(**asked)
-    assert said in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +62,7 @@ def test_freezing_that_cannot_be(tmp_path):
         assert programs.lowered(2, 2, forward_only=True)
 
 
-def test_chunks_that_a_rank_builds():
+def test_what_settings_come_to():
     """What `plugin.num_chunks` says: of a family, its default, what is asked for, and a value."""
     for asked, chunks in (
         (Settings('zb-v'), 2),
@@ -116,14 +72,6 @@ def test_chunks_that_a_rank_builds():
         (Settings(build('zb-interleaved', 2, 2, num_chunks=3)), 3),
     ):
         assert Plugin(asked).num_chunks == chunks
-
-
-def test_flags_that_are_none():
-    with pytest.raises(ValueError, match=r'flags is 5: give names with values, such as vars'):
-        megatron_zbpp.enable('zb-h1', flags=5)
-
-
-def test_sense():
     assert Settings(trace_dir='pictures').trace_dir == Path('pictures')
     assert Settings().trace_dir is None
     assert Settings('ZB_V', 2) == Settings('zb-v', 2)
@@ -137,12 +85,6 @@ def test_sense():
 )
 def test_slices(asked, found):
     assert Settings('zb-v', slices=asked).slices == found
-
-
-@pytest.mark.parametrize('asked', [0, -1, True, 2.5, '', '4,', '4,x', '4,0', []])
-def test_what_slices_are_not(asked):
-    with pytest.raises(ValueError, match=r'slices is .*: give how many, such as 4, or the tokens'):
-        Settings('zb-v', slices=asked)
 
 
 def test_a_plan_says_where_sequences_are_cut():
@@ -184,34 +126,171 @@ def test_a_two_way_pipeline_is_two_replicas():
         programs.schedule(2, 6)
 
 
-def test_routes_that_are_no_replicas():
-    placement = Placement((0, 1, 2, 2), opposite=(1, 0, 2, 2), route=(0, 1))
-    with pytest.raises(ValueError, match=r'cannot be two replicas because .*: give both routes'):
-        folded(placement)
+def test_an_argument_that_enable_does_not_have():
+    """It names the function that was called, of the package (see its golden file) or Bridge's."""
+    with pytest.raises(TypeError, match=r'^bridge.enable\(\) got an .* did you mean offload\?'):
+        bridge.enable(None, ofload='all')
+
+
+# by what the golden file of refused values has a message of, what that message says to do
+CURES = [
+    ({'schedule': 'zb-v', 'num_chunks': 3}, {'schedule': 'zb-v'}),
+    ({'schedule': 'zb-v', 'memory_limit': 4}, {'schedule': 'zb-1p', 'memory_limit': 4}),
+    ({'schedule': 'auto', 'offload': 'half'}, {'schedule': 'zb-v', 'offload': 'half'}),
+    *(({name: bad}, {name: good}) for name, bad, good in (
+        ('watchdog_timeout', -1, 0), ('post_validation', 1.5, 1), ('check_interval', -1, 0),
+        ('num_chunks', 0, 1), ('message_ctas', 0, 1), ('profile_iters', 0.5, 1),
+        ('recompute', 'some', 'half'), ('offload', 'some', 'all'),
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(('given', 'cured'), CURES, ids=str)
+def test_the_cure_of_a_message_is_taken(given, cured):
+    with pytest.raises(ValueError):
+        Settings(**given)
+    Settings(**cured)
+
+
+# ---- Options are written once: `enable`, its help, flags and `zbpp` are made from the same fields.
+
+
+NAMES = [field.name for field in fields(Settings)]
+
+
+@dataclass(frozen=True)
+class Two:
+    size: int = option(3, '--our-size N', least=1)
+    """Size of it. More."""
+    share: float | None = option(None, '--share S', least=0.0, or_else=' or so')
+    """Share
+    of it."""
+
+
+TWO = options_of(Two)
+
+
+@with_options_of(Two, TWO)
+def described(two: Two) -> str:
+    """Describe both.
+
+    Returns:
+        Them.
+    """
+    return f'{two.size} {two.share}'
+
+
+def test_a_function_takes_the_options():
+    assert described() == '3 None' and described(4, share=0.5) == '4 0.5'
+    assert str(inspect.signature(described)) == (
+        "(size: 'int' = 3, share: 'float | None' = None) -> 'str'"
+    )
+    assert inspect.getdoc(described) == (
+        'Describe both.\n\nArgs:\n    size: Size of it. More.\n    share: Share of it.\n\n'
+        'Returns:\n    Them.'
+    )
+    with pytest.raises(TypeError, match='unexpected keyword argument'):
+        described(length=3)
 
 
 @pytest.mark.parametrize(
-    ('given', 'told'),
+    ('name', 'value', 'said'),
     [
-        (
-            {'nonsense': 1},
-            "got an unexpected keyword argument 'nonsense': there are schedule, num_",
-        ),
-        ({'ofload': 'all'}, "got an unexpected keyword argument 'ofload': did you mean offload?"),
+        ('size', 0, 'x is 0: give a whole number from 1 up'),
+        ('size', 1.0, 'x is 1.0: give a whole number from 1 up'),
+        ('size', True, 'x is True: give a whole number from 1 up'),
+        ('share', -0.5, 'x is -0.5: give a number from 0 up or so'),
+        ('share', float('inf'), 'x is inf: give a number from 0 up or so'),
+        ('share', '1', "x is '1': give a number from 0 up or so"),
     ],
 )
-def test_an_argument_that_enable_does_not_have(given, told):
-    """It names the function that was called, of the package or for Megatron-Bridge."""
-    for name, call in (
-        ('enable', megatron_zbpp.enable),
-        ('bridge.enable', functools.partial(bridge.enable, None)),
-    ):
-        with pytest.raises(TypeError) as error:
-            call(**given)
-        assert str(error.value).startswith(f'{name}() {told}')
-    with pytest.raises(
-        TypeError, match=r'^enable\(\) too many positional arguments: there are sch'
-    ):
-        megatron_zbpp.enable('zb-v', 2, 3)
-    with pytest.raises(TypeError, match=r'^enable\(\) multiple values for argument .schedule.: '):
-        megatron_zbpp.enable('zb-v', schedule='zb-v')
+def test_a_number_that_is_none(name, value, said):
+    with pytest.raises(ValueError) as error:
+        TWO[name].require(value, 'x')
+    assert str(error.value) == said
+
+
+def test_numbers():
+    size, share = TWO.values()
+    for each, value in ((size, 1), (size, None), (share, 0), (share, 0.5), (Option(), 'a')):
+        each.require(value, 'x')
+    assert (size.name, size.unit, size.dest, size.shown_default) == (
+        ('--our-size', 'N', 'our_size', '3')
+    )
+    assert share.shown_default == ''
+
+
+def test_enable_has_every_option():
+    """In its signature with its default, in its docstring with its text."""
+    parameters = inspect.signature(megatron_zbpp.enable).parameters
+    assert [*parameters] == NAMES
+    assert [p.name for p in parameters.values() if p.kind is not p.KEYWORD_ONLY] == NAMES[:2]
+    assert {name: p.default for name, p in parameters.items()} == {
+        field.name: field.default for field in fields(Settings)
+    }
+    said = ' '.join(inspect.getdoc(megatron_zbpp.enable).split())
+    for name, each in OPTIONS.items():
+        assert f' {name}: {each.text} ' in said
+        assert each.text.endswith('.') and each.text[0].isupper()
+
+
+def parsed(*words):
+    parser = argparse.ArgumentParser()
+    flags.add_arguments(parser)
+    args = parser.parse_args(['--pipeline-schedule', 'zb-v', *words])
+    request, checks = flags.read(vars(args)), Checks()
+    made = request.settings(checks)
+    checks.problems += request.problems
+    checks.require_all(request.names)
+    return made
+
+
+def test_flags_ask_for_what_enable_asks_for():
+    """Without one for the defaults, but for the watchdog, which a launched job has."""
+    assert parsed() == Settings('zb-v', watchdog_timeout=300)
+    # by option: a schedule, the text of the flag, and the value that it asks for
+    words = json.loads(Path(__file__).with_name('flags.json').read_text())
+    alone = {name for name, each in OPTIONS.items() if each.flag}
+    assert alone - words.keys() == {'freeze', 'dropout_seeds'}  # needs a file; a switch
+    for name, (schedule, text, value) in words.items():
+        made = parsed('--pipeline-schedule', schedule, OPTIONS[name].name, text)
+        value = tuple(value) if isinstance(value, list) else value
+        assert made == Settings(schedule, **{'watchdog_timeout': 300, name: value}), name
+
+
+def test_switches_and_flags_that_belong_together():
+    assert parsed().same_start is True
+    assert parsed('--no-pipeline-same-start').same_start is False
+    assert parsed().dropout_seeds is False
+    assert parsed('--pipeline-dropout-seeds').dropout_seeds is True
+    assert parsed().prewarm is None
+    assert parsed('--no-pipeline-prewarm').prewarm is False
+    assert parsed('--pipeline-prewarm').prewarm is True
+    early, steps = (each.name for each in OPTIONS['post_validation'].parts)
+    assert parsed(early).post_validation == Settings(post_validation=True).post_validation == 10
+    assert parsed(early, steps, '0').post_validation == 0
+    assert parsed(steps, '3').post_validation is None
+    with pytest.raises(ValueError, match=f'{steps} is -1: give a whole number from 0 up'):
+        parsed(steps, '-1')
+    with pytest.raises(ValueError, match=r'-schedule-memory-limit is -1\.0: give a number'):
+        parsed(OPTIONS['memory_limit'].name, '-1')
+    assert Settings(flags={'seed': 1}) == Settings(flags={'seed': 2}) == Settings()
+    assert hash(Settings(flags={'seed': 1})) == hash(Settings())
+
+
+@pytest.mark.parametrize(
+    ('command', 'names'),
+    [
+        ('simulate', ('num_chunks', 'memory_limit', 'offload', 'recompute')),
+        ('plan', ('num_chunks', 'memory_limit')),
+        ('check', ('memory_limit',)),
+    ],
+)
+def test_zbpp_says_what_the_options_say(command, names, monkeypatch, capsys):
+    """Of what means the same there, the first sentence of their text."""
+    monkeypatch.setenv('COLUMNS', '1000')
+    with pytest.raises(SystemExit):
+        main([command, '--help'])
+    said = capsys.readouterr().out
+    for name in names:
+        assert OPTIONS[name].text.partition('. ')[0][1:] in said

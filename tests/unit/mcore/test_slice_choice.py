@@ -1,7 +1,5 @@
 """Slices by the shape of a model: of Megatron's arguments as of its config, n and sizes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,15 +7,18 @@ import pytest
 
 pytest.importorskip('megatron.core')
 
-from megatron_zbpp.ir.costs import Costs
+import torch
+
+from megatron_zbpp import Costs
+from megatron_zbpp.mcore.job.model_shape import shape_of
 from megatron_zbpp.mcore.programs import Programs
-from megatron_zbpp.mcore.settings import Settings
-from megatron_zbpp.mcore.techniques.slice_choice import settled, shape_of
+from megatron_zbpp.mcore.settings import BY_FLAG, Settings
+from megatron_zbpp.mcore.techniques.slice_choice import settled
+from megatron_zbpp.mcore.techniques.sliced_layers import Kept, Slice
 from megatron_zbpp.partitioning.shapes import Shape, attention_of
 from megatron_zbpp.techniques.slices.balance import Attention, balanced
-from megatron_zbpp.techniques.slices.graph import sized
+from megatron_zbpp.techniques.slices.graph import ToFind, sized
 from megatron_zbpp.techniques.slices.place import in_slices
-from megatron_zbpp.techniques.slices.sizes import ToFind
 
 SEQ = 65536
 SHAPE = Shape('llama', 32, 4096, 32, 1, SEQ, 1.0, ffn=10880, groups=8, head_dim=128)
@@ -78,9 +79,6 @@ def test_balanced():
     made, said = settled(Settings('zb-v', slices='balanced:6'), ARGS, 4, {8})
     assert made.sliced == balanced(6, SEQ, Attention(share), costs)
     assert f'{share:.1%} of F' in said and ','.join(map(str, made.sliced)) in said
-
-
-def test_ranks_that_share_sequences_out():
     made, _ = settled(
         Settings('zb-v', slices='balanced:6'), like(ARGS, tensor_model_parallel_size=3), 4, {8}
     )
@@ -115,7 +113,7 @@ def test_windows():
 def test_as_many_as_pay(asked, microbatches, slices):
     made, said = settled(Settings('zb-v', slices=asked), ARGS, 8, {1, microbatches})
     assert len(made.sliced if slices > 1 else (made.sliced,)) == slices
-    assert said.startswith(f'slices {asked}: as --pipeline-slices ')
+    assert BY_FLAG.fill(said).startswith(f'slices {asked}: as --pipeline-slices ')
     assert ('0.0% less' in said) == (slices == 1)
 
 
@@ -148,3 +146,23 @@ def test_sizes_in_words():
     for text in ('auto', 'auto:2048', 'balanced:4'):
         assert str(Settings('zb-v', slices=text).sliced) == text
     assert Settings('zb-v', slices='auto:4096').sliced == ToFind()
+
+
+# ---- Keys and values that slices keep for each other.
+
+
+def test_memory_is_known_while_it_is_kept():
+    kept, layers = Kept(), [torch.nn.Linear(1, 1) for _ in range(2)]
+    for microbatch in (0, 1):
+        for start in (0, 2):
+            part = Slice(microbatch, start, start + 2, 4)
+            kept.visited.clear()
+            for layer in layers:
+                found = kept.extended(layer, part, *torch.zeros(2, 2, 1, 1, 8))
+                own = {each.untyped_storage()._cdata for each in found}
+                assert len(own) == 2 and own <= kept.storages
+    assert len(kept.storages) == 8  # of two microbatches and layers, keys and values
+    kept.drop(0)
+    assert len(kept.storages) == 4
+    kept.drop(1)
+    assert not kept.storages

@@ -1,13 +1,12 @@
 """Values of weights are compared behind the first early steps, and now and then: counted."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
-from megatron_zbpp.mcore.optimizer import entry_check
+from megatron_zbpp.mcore.optimizer import early_steps
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.post_validation import watch
 
@@ -17,7 +16,7 @@ from megatron_zbpp.post_validation import watch
 )
 def test_steps_behind_which_values_are_compared(every, later):
     session = SimpleNamespace(settings=Settings(post_validation=1, check_interval=every))
-    watching_ = entry_check.Watching(session)
+    watching_ = early_steps.Watching(session)
     found = []
     for step in range(40):
         watching_._steps = step
@@ -33,8 +32,32 @@ def test_passes_over_weights(monkeypatch, hashed):
     digest = watch.digest
     monkeypatch.setattr(watch, 'digest', lambda t: counted.append(t) or digest(t))
     module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
-    looking = watch.Watch(watch.Watched([module]), hashed, entry_check.unseen_by_autograd)
+    looking = watch.Watch(watch.Watched([module]), hashed, early_steps.unseen_by_autograd)
     looking.changes()
     looking.differ()
     tensors = [*module.parameters(), *module.buffers()]
     assert len(counted) == 2 * len(tensors) * hashed
+
+
+# How much old state an early step keeps, of the memory that there is.
+
+
+BYTES = {
+    'memory_allocated': 7,
+    'memory_reserved': 60,
+    'max_memory_allocated': 50,
+    'mem_get_info': (10, 100),
+}
+
+
+@pytest.mark.parametrize(
+    ('share', 'limit', 'expected'), [(1.0, None, 13), (0.5, None, 35), (0.5, 20 / 2**30, 20)]
+)
+def test_an_early_step_keeps_what_there_is_memory_for(share, limit, expected):
+    """Of 63 bytes that are free 56 can be used, and passes have needed 43: those ahead a share."""
+    answers = {name: lambda device, value=value: value for name, value in BYTES.items()}
+    with mock.patch.object(early_steps, 'KEPT_BYTES', 0):
+        with mock.patch.multiple(torch.cuda, **answers):
+            assert early_steps.most_kept(torch.device('cuda', 1), share, limit) == expected
+        assert early_steps.most_kept(torch.device('cpu'), share, limit) == 0
+    assert early_steps.most_kept(torch.device('cpu'), share, None) == early_steps.KEPT_BYTES

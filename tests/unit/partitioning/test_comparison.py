@@ -1,22 +1,20 @@
 """Schedules over partitions and latencies: rows that are simulated, rankings that flip."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re
+from pathlib import Path
 
 import pytest
-from instances import NODES, P1, P8
+from instances import NODES, P1, P4, P8
 from paths import ROOT
 
-from megatron_zbpp import Devices, Layers
-from megatron_zbpp.cli import main
+from megatron_zbpp import Devices, Layer, Layers, build, load
+from megatron_zbpp.ir.formats import load_plan
+from megatron_zbpp.partitioning import plans
 from megatron_zbpp.partitioning.comparison import compared, winners, with_latency
-from megatron_zbpp.partitioning.layers import Layer
-from megatron_zbpp.partitioning.ranking import rank
+from megatron_zbpp.partitioning.search import rank
 from megatron_zbpp.partitioning.space import Space
-from megatron_zbpp.schedules import build
 
 
 def test_rows():
@@ -33,10 +31,7 @@ def test_rows():
     assert all(
         row.makespan <= found[key].makespan for key, row in found.items() if key[1] == 'best'
     )
-
-
-def test_the_ranking_flips():
-    """With free links ZB-V is ahead; where they are slow, what sends less or runs ahead."""
+    # with free links ZB-V is ahead; where they are slow, what sends less or runs ahead
     names = ['1f1b', '1f1b-pb', 'zb-h1', 'zb-h2', 'zb-v']
     best = winners(compared(P8, Devices.alike(4), 16, names, [0.0, 30.0]))
     assert best['even', 0.0].schedule != best['even', 30.0].schedule
@@ -83,7 +78,7 @@ def test_the_best_partition_is_searched_within_memory(name):
             found[limit] = best.makespan
         if placement.num_chunks > 1:
             continue
-        space = Space.of(UNEVEN, devices, 8, [placement], limit, keep_order=True)
+        space = Space(UNEVEN, devices, 8, [placement], limit, keep_order=True)
         each = (rank(space, where, (name,), draft=False) for where in space.partitions())
         known = min((one.value for one in each if one is not None), default=None)
         assert known == found.get(limit), limit
@@ -105,7 +100,7 @@ def test_the_even_split_is_built_once(monkeypatch):
     monkeypatch.setattr(comparison, 'stage_costs', kept)
     rows = [*compared(UNEVEN, devices, 8, ['zb-v'], [0.0], memory_limit=17)]
     assert [row.fits for row in rows] == [False, True]
-    even = Space.of(UNEVEN, devices, 8, [build('zb-v', 4, 8).placement]).even
+    even = Space(UNEVEN, devices, 8, [build('zb-v', 4, 8).placement]).even
     assert built.count(even(build('zb-v', 4, 8).placement)) == 1
 
 
@@ -119,60 +114,98 @@ def test_schedules_that_adapt_do_so_within_memory():
         assert best.fits and best.peak <= limit
         held[limit] = best.makespan
     assert held[11] > held[20]
-
-
-def test_gains_are_over_1f1b_on_the_even_partition():
     rows = compared(UNEVEN, Devices.alike(4), 8, ['zb-v', '1f1b'], [0.0, 5.0])
     found = {(row.schedule, row.partition, row.latency): row for row in rows}
     for (*_, latency), row in found.items():
         rival = found['1f1b', 'even', latency].makespan
         assert row.gain == pytest.approx(1 - row.makespan / rival)
     assert found['1f1b', 'even', 5.0].gain == 0 < found['zb-v', 'best', 0.0].gain
-
-
-def test_latency_is_added():
-    assert (
-        with_latency(NODES, 1.0).edge(0, 1, 0.0) == 5
-        and with_latency(NODES, 1.0).edge(0, 2, 0.0) == 1
-    )
+    assert with_latency(NODES, 1.0).edge(0, 1, 0.0) == 5
+    assert with_latency(NODES, 1.0).edge(0, 2, 0.0) == 1
     assert with_latency(NODES, 1.0).edge(0, 0, 0.0) == 0
 
 
-def test_command(tmp_path, capsys):
-    file, rows = tmp_path / 'layers.json', tmp_path / 'rows.csv'
-    file.write_text(P1.to_json())
-    given = ['compare', '--layers-file', str(file), '--pp', '2', '--microbatches', '4']
-    given += ['--schedules', '1f1b,zb-v', '--latencies', '0,2']
-    assert main([*given, '--csv', str(rows)]) == 0
-    said = capsys.readouterr().out
+def test_command(zbpp):
+    Path('layers.json').write_text(P1.to_json())
+    given = 'compare --layers-file layers.json --pp 2 --microbatches 4 --schedules 1f1b,zb-v'
+    said = zbpp(f'{given} --latencies 0,2 --csv rows.csv')
     assert 'shortest on the best partition: ' in said and '1f1b, even' in said
     assert 'zb-v, best' in said and 'gain: time saved against 1f1b on the even partition' in said
-    table = list(csv.DictReader(rows.open()))
+    table = list(csv.DictReader(Path('rows.csv').read_text().splitlines()))
     assert len(table) == 8 and {row['latency'] for row in table} == {'0.0', '2.0'}
-    assert main([*given, '--json']) == 0
-    assert len(json.loads(capsys.readouterr().out)['best']) == 4
+    assert len(zbpp(f'{given} --latencies 0,2 --json')['best']) == 4
 
 
-@pytest.mark.parametrize(
-    ('more', 'said'),
-    [
-        (['--csv', 'rows.csv'], '--csv goes with --layers-file'),
-        (['--layers-file', 'LAYERS', '-o', 'a.svg'], '--output does not go with --layers-file'),
-        (['--layers-file', 'LAYERS', '--times', '1,2,1'], '--times does not go with --layers-file'),
-        (['--layers-file', 'LAYERS', '--comm', '0'], '--latencies says what a message takes'),
-        (['--layers-file', 'LAYERS', '--vpp', '2'], '--vpp does not go with --layers-file'),
-        (['--layers-file', 'LAYERS', '--memory-limit', '0.5'], 'holds 6, above its memory'),
-        (['--layers-file', 'LAYERS', '--memory-limit', '1GiB'], 'hold 8: give their activation'),
-        (['--layers-file', 'LAYERS', '--schedules', 'zb-w'], "unknown schedule 'zb-w'"),
-        (
-            ['--layers-file', 'LAYERS', '--schedules', 'hanayo', '--pp', '7'],
-            'no schedule fits: without hanayo',
-        ),
-    ],
-)
-def test_what_cannot_be(tmp_path, capsys, more, said):
-    file = tmp_path / 'layers.json'
-    file.write_text(P1.to_json())
-    more = [str(file) if word == 'LAYERS' else word for word in more]
-    assert main(['compare', '--pp', '2', '--microbatches', '4', *more]) == 2
-    assert said in capsys.readouterr().err
+# ---- `zbpp partition`: what it prints, writes and refuses.
+
+
+@pytest.fixture
+def partition(zbpp):
+    """Partitions layers, of the file if there is nothing else."""
+    Path('layers.json').write_text(P1.to_json())
+    return lambda more, code=0: zbpp(f'partition layers.json --microbatches {more}', code=code)
+
+
+def test_plan_for_people_and_for_megatron(partition, zbpp):
+    said = partition('4 --pp 4 --seconds 1 -o plan.json')
+    assert 'layout Ett|tt|tt|L' in said
+    assert 'even split with 1f1b: 104; this takes 37.5% less' in ' '.join(said.split())
+    assert 'ended the search' not in said
+    assert load_plan('plan.json').schedule.num_stages == 4
+    assert load_plan('plan.json').layout == 'Ett|tt|tt|L'
+    zbpp('check plan.json')
+    zbpp('convert --file plan.json --to torch-csv -o plan.csv')
+    assert load('plan.csv').passes == load('plan.json').passes
+    assert load_plan('plan.csv').layout is None
+
+
+HEAVY = [
+    {'kind': 'E', 'F': 1, 'W': 1},
+    {'kind': 't', 'count': 14, 'F': 4, 'B': 4, 'W': 3},
+    {'kind': 'L', 'F': 9, 'B': 9, 'W': 9},
+]
+
+
+def test_what_it_holds_beside_the_even_split(partition):
+    """More than that by its memory, too; and what more time might bring."""
+    heavy = {'format': 'megatron_zbpp.layers/1', 'layers': HEAVY}
+    Path('layers.json').write_text(json.dumps(heavy))
+    given = '8 --pp 4 --seconds 1'
+    said = ' '.join(partition(f'{given} --placements v').split())
+    bound, value = (
+        float(re.search(rf'{word} (\d+)', said)[1]) for word in ('all partitions', 'makespan')
+    )
+    held = re.search(r'even split with 1f1b: 603; this takes .* less(, and holds .*:|) ?', said)
+    most = max(int(own) for own in re.findall(r'[tEL]+ \d+ (\d+)', said))
+    assert (most > 16) == bool(held[1]), '1F1B holds four microbatches of four layers'
+    assert not held[1] or f'{most / 16:.1f} times its activations: --memory-limit' in said
+    clock = f'another plan, up to {1 - bound / value:.1%} faster; with more --seconds'
+    assert (clock in said) == (value > bound)
+    assert '--memory-limit' not in partition(f'{given} --memory-limit 40')
+
+
+@pytest.mark.parametrize('kind', ['svg', 'html', 'png'])
+def test_pictures(partition, kind):
+    said = partition(f'4 --placements v --pp 2 --seconds 1 -o plan.{kind}')
+    assert Path(f'plan.{kind}').stat().st_size > 1000
+    assert 'runs this with the ranks reversed' in said
+
+
+def test_devices_and_limits(partition):
+    Path('layers.json').write_text(P4.to_json())
+    Path('devices.json').write_text(NODES.to_json())
+    given = '4 --devices devices.json --json'
+    assert partition(f'{given} --placements loop --fused')['makespan'] == 92
+    assert partition(f'{given} --schedules 1f1b --keep-order')['makespan'] == 118
+
+
+def test_interrupted(partition, zbpp, monkeypatch):
+    """The best by then, and the exit code of Ctrl-C."""
+    found = plans.partition(P1, 4, 4, seconds=1)
+
+    def interrupted(*args, **kwargs):
+        raise plans.PartitionInterrupted(found)
+
+    monkeypatch.setattr('megatron_zbpp.cli.partitioning.partition', interrupted)
+    assert partition('4 --pp 4 --json', 130)['makespan'] == found.value
+    assert 'interrupted' in zbpp.err

@@ -1,16 +1,15 @@
 """A plan of freezing: its phases, its draws, its file."""
 
-from __future__ import annotations
-
-import json
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
+from published import published
 
-from megatron_zbpp.cli import main
-from megatron_zbpp.ir import F, Pass, W
-from megatron_zbpp.partitioning.freeze_plans import FreezePlan
-from megatron_zbpp.schedules import build
+from megatron_zbpp import Costs, Pass, Placement, build, simulate
+from megatron_zbpp.ir import F, W
+from megatron_zbpp.partitioning.freeze_plans import FreezePlan, freeze
 
 SCHEDULE = build('zb-h1', 2, 4)
 OWN = [p for order in SCHEDULE.passes for p in order if p.kind in ('W', 'BW')]
@@ -39,17 +38,14 @@ def test_as_many_as_the_share_says():
     assert len(made.left_out(400, 1, 0, 8)) == 4
     assert made.left_out(400, 1, 7, 8) == frozenset(), 'not planned'
     assert len(made.left_out(400, 0, 0, 5)) == round(0.5 * 5)
-
-
-def test_the_last_stage_keeps_one():
-    made = plan(1.0)
-    assert len(made.left_out(400, 0, 0, 8)) == 8
-    assert len(made.left_out(400, 1, 0, 8)) == 7
-    assert made.left_out(400, 1, 0, 1) == frozenset()
-
-
-def test_draws():
-    """Alike wherever they are made; new every ten steps, and for each microbatch and seed."""
+    whole = plan(1.0)
+    assert len(whole.left_out(400, 0, 0, 8)) == 8
+    assert len(whole.left_out(400, 1, 0, 8)) == 7, 'the last stage keeps one'
+    assert whole.left_out(400, 1, 0, 1) == frozenset()
+    again = plan(0.3, seed=4)
+    assert FreezePlan.from_json(again.to_json()) == again
+    assert again.stages == pytest.approx((0.3, 0.3))
+    # alike wherever they are made; new every ten steps, and for each microbatch and seed
     made = plan(0.25)
     drawn = made.left_out(400, 1, 0, 40)
     assert plan(0.25).left_out(409, 1, 0, 40) == drawn
@@ -68,65 +64,55 @@ def test_the_first_stage_leaves_out_front_layers_more_often():
     assert max(counts[1].values()) < 1.3 * min(counts[1].values())
 
 
-def test_file():
-    made = plan(0.3, seed=4)
-    assert FreezePlan.from_json(made.to_json()) == made
-    assert made.stages == pytest.approx((0.3, 0.3))
-
-
-@pytest.mark.parametrize(
-    ('change', 'said'),
-    [
-        ({'format': 'other'}, "'format'"),
-        ({'ratios': [1]}, "'ratios'"),
-        ({'ratios': {'0W0': 'x'}}, '0W0'),
-        ({'ratios': {'0W0': 2}}, 'is no share'),
-        ({'ratios': {'0W9': 0.5}}, '0W9 is no pass of zb-h1'),
-        ({'ratios': {'0F0': 0.5}}, '0F0 is no pass of zb-h1 with weights'),
-        ({'warm_up': 0}, 'warm_up 0'),
-        ({'unit': 0}, 'unit 0'),
-        ({'more': 0}, "'more' is not known"),
-    ],
-    ids=str,
-)
-def test_odd_files(change, said):
-    with pytest.raises(ValueError) as error:
-        FreezePlan.from_json(json.dumps(json.loads(plan().to_json()) | change))
-    assert said in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ('given', 'said'),
-    [
-        (['--most', '1.5'], "argument --most: '1.5' is not possible: give a number from 0 to 1"),
-        (['--most', '-1'], 'give a number from 0 to 1'),
-        (['--warm-up', '0'], 'give a whole number from 1 up'),
-        (['--unit', '-3'], 'give a whole number from 1 up'),
-        (['--times', 'nowhere.json'], "'nowhere.json': No such file or directory: give F,B,W or"),
-        (['--schedule', '1f1b', '-o', 'x.json'], '1f1b has no W passes'),
-        (['-o', 'no/where.json'], 'no/where.json: No such file or directory: give another path'),
-    ],
-    ids=str,
-)
-def test_odd_commands(given, said, capsys, tmp_path, monkeypatch):
-    """One line each, with the cure, and no file."""
-    monkeypatch.chdir(tmp_path)
-    try:
-        status = main(['freeze', *'--schedule zb-h1 --pp 2 --microbatches 2'.split(), *given])
-    except SystemExit as stop:
-        status = stop.code
-    error = capsys.readouterr().err
-    assert status == 2 and said in error and error.count('\n') == 1
-    assert not [*tmp_path.iterdir()]
-
-
-def test_command(tmp_path, capsys):
-    file = tmp_path / 'freeze.json'
-    case = '--schedule zb-h1 --pp 4 --microbatches 8 --most 0.5 --warm-up 5 --unit 7'.split()
-    assert main(['freeze', *case, '-o', str(file)]) == 0
-    assert 'wrote' in capsys.readouterr().out
-    made = FreezePlan.from_json(file.read_text())
+def test_command(zbpp):
+    case = '--schedule zb-h1 --pp 4 --microbatches 8 --most 0.5 --warm-up 5 --unit 7'
+    assert 'wrote' in zbpp(f'freeze {case} -o freeze.json')
+    made = FreezePlan.from_json(Path('freeze.json').read_text())
     assert (made.warm_up, made.unit) == (5, 7)
     assert (made.makespan, made.without) == pytest.approx((23, 27))
     assert max(made.stages) == pytest.approx(0.5)
     assert all(p.kind != F for p, _ in made.ratios) and Pass(W, 0, 0).kind == W
+
+
+# ---- TimelyFreeze's programme on answers that are known, and what `zbpp freeze` says.
+
+
+@pytest.mark.parametrize(('name', 'p', 'm', 'answers'), published(__file__, 'freezing'))
+def test_known_answers(name, p, m, answers):
+    schedule = build(name, p, m)
+    costs = Costs.of((1.0,) * p, (1.0,) * p, (1.0,) * p)
+    third = costs.with_times(**dict.fromkeys('FBW', (1e-3,) * p))
+    for most, makespan, mean in answers:
+        told = []
+        found = freeze(schedule, costs, most, told.append)
+        assert told == sorted(told) and told[-1] == 1.0, 'progress'
+        assert (found.makespan, found.mean) == pytest.approx((makespan, mean))
+        # makespans and times far below one unit are as they are
+        seconds = freeze(schedule, third, most)
+        assert (seconds.makespan, seconds.without) == pytest.approx(
+            (1e-3 * makespan, 1e-3 * found.without), rel=1e-6
+        )
+        assert found.without == pytest.approx(simulate(schedule, costs).makespan)
+        assert all(found.stage(stage) <= most + 1e-6 for stage in range(p))
+
+
+def test_which_passes():
+    """Of two ranks and two microbatches: the first backward there, the second here."""
+    found = freeze(build('1f1b', 2, 2), Costs.of((1.0,) * 2, (1.0,) * 2, (1.0,) * 2), 0.5)
+    assert {str(p): round(ratio, 6) for p, ratio in found.ratios.items()} == {
+        '0BW0': 0, '0BW1': 1, '1BW0': 1, '1BW1': 0,
+    }  # fmt: skip
+    costs = Costs.of((1.0,) * 2, (1.0,) * 2, (0.0, 2.0), comm=0.5, speeds=(1.0, 2.0))
+    schedule = build('zb-h1', 2, 3)
+    found = freeze(schedule, costs, 0.0)
+    assert found.makespan == pytest.approx(simulate(schedule, costs).makespan)
+    assert {p.stage for p in found.ratios} == {1} and found.stage(0) == 0.0
+    assert found.mean == 0.0
+    none = Costs.of((1.0,) * 2, (1.0,) * 2, (0.0,) * 2)
+    assert freeze(schedule, none).ratios == {} and freeze(schedule, none).mean == 0.0
+
+
+def test_without_or_tools(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'ortools.linear_solver.pywraplp', None)
+    with pytest.raises(ValueError, match='needs OR-tools'):
+        freeze(build('1f1b', 2, 2), Costs.uniform(Placement.loop(2)))

@@ -1,24 +1,32 @@
 """Partitions against optima that are known, and against all that there are."""
 
-from __future__ import annotations
-
 import random
 import signal
 from dataclasses import replace
 from itertools import product
+from math import inf
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from instances import INSTANCES, NODES, P1, P4, P6, Instance, layers
+from instances import INSTANCES, NODES, ONE_SLOW, P1, P4, P6, Instance, layers
 
-from megatron_zbpp import Device, Devices, Layer, Layers, Placement, check, partition, simulate
+from megatron_zbpp import (
+    Device,
+    Devices,
+    Layer,
+    Layers,
+    PartitionPlan,
+    Placement,
+    check,
+    partition,
+    simulate,
+)
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.partitioning.bounds import Bounds
-from megatron_zbpp.partitioning.plans import PartitionInterrupted, PartitionPlan
-from megatron_zbpp.partitioning.ranking import rank
-from megatron_zbpp.partitioning.search import Finder
-from megatron_zbpp.partitioning.space import Space
-
-ONE_CHUNK = ('P1', 'P1m', 'P2', 'P3', 'P4', 'P8')
+from megatron_zbpp.partitioning.plans import PartitionInterrupted
+from megatron_zbpp.partitioning.search import PartitionSearch, rank, swapped
+from megatron_zbpp.partitioning.space import Partition, Space, stage_costs
 
 
 def asked(name: str) -> tuple[Instance, dict]:
@@ -40,10 +48,15 @@ def require_consistent(plan: PartitionPlan, limit: float | None) -> None:
     assert tuple(map(len, plan.layout.split('|'))) == plan.cuts
 
 
-@pytest.mark.parametrize('name', INSTANCES)
-def test_split_optimum_is_proven(name):
+# without planning before it every partition whose bound is below the best is solved to the end
+PROVEN = [*((name, 5) for name in INSTANCES), ('P1', 0), ('P1m', 0), ('P2', 0), ('P6 loop', 0)]
+
+
+@pytest.mark.parametrize(('name', 'seconds'), [*PROVEN, ('P6m V', 0)])
+def test_split_optimum_is_proven(name, seconds):
     instance, more = asked(name)
-    plan = partition(instance.layers, instance.devices, instance.m, exact=True, seconds=5, **more)
+    exact = {'exact': True, 'seconds': seconds}
+    plan = partition(instance.layers, instance.devices, instance.m, **exact, **more)
     assert plan.value == plan.lower_bound == instance.split
     assert plan.cuts in instance.cuts
     require_consistent(plan, more.get('memory_limit'))
@@ -70,14 +83,6 @@ def test_near_the_optimum_without_a_proof(name):
     assert instance.split <= plan.value <= 1.01 * instance.split
 
 
-@pytest.mark.parametrize('name', ['P1', 'P1m', 'P2', 'P6 loop', 'P6m V'])
-def test_a_proof_without_planning_before_it(name):
-    """Every partition whose bound is below the best is solved to the end."""
-    instance, more = asked(name)
-    plan = partition(instance.layers, instance.devices, instance.m, exact=True, seconds=0, **more)
-    assert plan.value == plan.lower_bound == instance.split and plan.cuts in instance.cuts
-
-
 def test_a_proof_of_1f1b_with_memory_and_chunks():
     """Where partitions are few, each is simulated."""
     plan = partition(P1, 2, 4, schedules=['1f1b', 'interleaved'], exact=True)
@@ -86,13 +91,13 @@ def test_a_proof_of_1f1b_with_memory_and_chunks():
         for name, chunks in (('1f1b', 1), ('interleaved', 2))
     ]
     assert plan.value == min(known)
-
-
-def test_even_split_beside_it():
     assert partition(P1, 4, 4, seconds=1, placements=[Placement.loop(4)]).even == 104
     p8 = INSTANCES['P8']
     assert partition(p8.layers, 4, 8, fused=True, placements=[Placement.loop(4)]).even == 603
     assert partition(P4, NODES, 4, keep_order=True, schedules=['1f1b']).value == 118
+    # for asynchronous training: chains on chains
+    plan = partition(P1, 4, 4, objective='period', placements=[Placement.loop(4)])
+    assert plan.value == 4 * 14 == pytest.approx(plan.lower_bound)
 
 
 @pytest.mark.parametrize(('m', 'whole', 'ahead'), [(4, 94, 92), (8, 164, 140), (16, 292, 236)])
@@ -134,7 +139,7 @@ def test_a_slow_device_on_a_v_is_megatrons_rank(slow, keep_order):
 def test_bounds_of_all_partitions():
     for name, fused in (('P1', 86), ('P2', 157), ('P8', 456)):
         instance, more = asked(name)
-        space = Space.of(
+        space = Space(
             instance.layers,
             Devices.alike(instance.devices),
             instance.m,
@@ -154,13 +159,13 @@ def test_the_bound_is_below_everything(seed):
     fast, slow = Device('fast'), Device('slow', (1.5, 2.0, 1.0))
     links = tuple(tuple(0.0 if a == b else rng.randint(0, 2) for b in range(3)) for a in range(3))
     for fused, devices in product((True, False), ([fast, slow, slow], [fast, fast, fast])):
-        space = Space.of(own, Devices(tuple(devices), links), 5, [Placement.loop(3)], fused=fused)
+        space = Space(own, Devices(tuple(devices), links), 5, [Placement.loop(3)], fused=fused)
         bounds = Bounds(space)
         found = [(bounds.of(p), rank(space, p)) for p in space.partitions()]
         assert bounds.overall <= min(bound for bound, _ in found) + 1e-9
         assert all(bound <= ranked.value + 1e-9 for bound, ranked in found)
         best = min(ranked.value for _, ranked in found)
-        assert Finder(space, seconds=2).find().best.value <= best + 1e-9
+        assert PartitionSearch(space, seconds=2).find().best.value <= best + 1e-9
 
 
 def test_many_partitions_are_climbed():
@@ -177,23 +182,10 @@ def test_many_partitions_are_climbed():
     require_consistent(plan, None)
 
 
-def test_period_is_the_busiest_rank():
-    """For asynchronous training: chains on chains."""
-    plan = partition(P1, 4, 4, objective='period', placements=[Placement.loop(4)])
-    assert plan.value == 4 * 14 == pytest.approx(plan.lower_bound)
-
-
 def test_multi_token_prediction_stays_together():
     """In the last stage; in a loop also in another chunk of the last ranks, but never in two."""
-    model = Layers(
-        (
-            Layer('E'),
-            *[Layer('t', 2, 2, 2)] * 4,
-            Layer('m', 2, 2, 2),
-            Layer('m', 2, 2, 2),
-            Layer('L', 4, 4, 4),
-        )
-    )
+    parts = [Layer('t', 2, 2, 2)] * 4 + [Layer('m', 2, 2, 2)] * 2
+    model = Layers((Layer('E'), *parts, Layer('L', 4, 4, 4)))
     plan = partition(model, 2, 4, placements=[Placement.v(2)], seconds=1)
     assert plan.layout.endswith('mmL')
     plan = partition(model, 2, 4, placements=[Placement.loop(2, 2)], seconds=1)
@@ -207,42 +199,18 @@ def test_multi_token_prediction_stays_together():
 def test_memory_holds_parameters_too():
     """What they take is not there for activations."""
     model = Layers((*[replace(layer, parameters=1.0) for layer in P1.layers],))
-    roomy = Devices(tuple(Device(str(r), memory=16.0) for r in range(4)))
+    roomy, tight = (Devices((Device(memory=most),) * 4) for most in (16.0, 3.0))
     loop = {'placements': [Placement.loop(4)], 'seconds': 1}
     plan = partition(model, roomy, 4, **loop)
     for held, cut in zip(plan.peak_activations, plan.cuts, strict=True):
         assert held + cut <= 16
-    tight = Devices(tuple(Device(str(r), memory=3.0) for r in range(4)))
     with pytest.raises(ValueError, match='no partition holds one microbatch'):
         partition(model, tight, 4, **loop)
 
 
-@pytest.mark.parametrize(
-    ('change', 'said'),
-    [
-        ({'num_microbatches': 0}, '0 microbatches'),
-        ({'objective': 'speed'}, "'speed' is unknown"),
-        ({'devices': 9}, '8 layers cannot be 9 stages'),
-        ({'memory_limit': [1, 2]}, '2 memory limits for 4 ranks'),
-        ({'placements': [Placement.loop(3)]}, '4 devices for 3 ranks'),
-        ({'memory_limit': 1}, 'no partition holds one microbatch'),
-    ],
-)
-def test_what_cannot_be(change, said):
-    given = {'layers': P1, 'devices': 4, 'num_microbatches': 4} | change
-    with pytest.raises(ValueError, match=said):
-        partition(**given)
-
-
-def test_too_many_for_a_proof():
-    model = Layers(tuple([Layer('t', 1, 1, 1)] * 64))
-    with pytest.raises(ValueError, match='too many to prove'):
-        partition(model, 8, 8, exact=True, placements=[Placement.loop(8)])
-
-
 def test_interrupted_with_the_best_so_far(monkeypatch):
     """Ctrl-C while planning: what is known by then."""
-    monkeypatch.setattr('megatron_zbpp.planner.budget._REPORT_EVERY', 0.0)
+    monkeypatch.setattr('megatron_zbpp.planner.limits._REPORT_EVERY', 0.0)
     model = Layers((Layer('E', 1, 0, 1), *[Layer('t', 4, 5, 3)] * 14, Layer('L', 9, 9, 9)))
     told: list[float] = []
 
@@ -262,3 +230,86 @@ def test_interrupted_with_the_best_so_far(monkeypatch):
     best = caught.value.best
     assert len(told) == 3 and not best.repeats
     require_consistent(best, 10)
+
+
+# ---- Large pipelines: two kinds of devices, two kinds of links, near the bound of all partitions.
+
+
+def test_many_devices_change_places_at_distances_that_are_powers_of_two():
+    many = 18
+    devices = Devices(tuple(Device(str(at), (1.0 + at,) * 3) for at in range(many)))
+    space: Any = SimpleNamespace(
+        layers=(Layer('t', 1, 1, 1),), devices=devices, limits=(inf,) * many
+    )
+    partition = Partition(Placement.loop(many), (1,) * many, tuple(range(many)))
+    found = [other.order for other in swapped(space, partition)]
+    apart = [[at for at, device in enumerate(order) if at != device] for order in found]
+    assert {b - a for a, b in apart} == {1, 2, 4, 8, 16}
+    assert len(found) == sum(many - distance for distance in (1, 2, 4, 8, 16))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ('p', 'num_layers', 'm', 'seconds'), [(16, 96, 128, 55), (128, 512, 256, 240)]
+)
+def test_near_the_bound(p, num_layers, m, seconds):
+    """On two cores in 60 seconds, and in 10 minutes."""
+    decoder = Layer('t', 4, 4, 3, output=1)
+    ends = Layer('E', 1, 0, 1, output=1), Layer('L', 12, 12, 12)
+    model = Layers((ends[0], *[decoder] * (num_layers - 2), ends[1]))
+    kinds = [(1.0 + 0.4 * (rank % 2),) * 3 for rank in range(p)]
+    node = p // 4
+    latency = tuple(
+        tuple(0.0 if a == b else 0.5 if a // node == b // node else 3.0 for b in range(p))
+        for a in range(p)
+    )
+    devices = Devices(tuple(Device(str(at), kind) for at, kind in enumerate(kinds)), latency)
+    plan = partition(model, devices, m, placements=[Placement.loop(p)], seconds=seconds)
+    check(plan.schedule)
+    assert plan.lower_bound <= plan.value <= 1.01 * plan.lower_bound
+    assert plan.value < 0.7 * plan.even
+
+
+# ---- Files of layers and devices: read as they are meant, or refused.
+
+
+HEAD = '{"format": "megatron_zbpp.layers/1", "layers": '
+
+
+@pytest.mark.parametrize('name', INSTANCES)
+def test_layers_come_back(name):
+    own = INSTANCES[name].layers
+    assert Layers.from_json(own.to_json()) == own
+
+
+def test_a_layer_of_which_nothing_is_said_takes_no_time():
+    read = Layers.from_json(HEAD + '[{"kind": "t"}]}').layers
+    assert read == (Layer('t', 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0),)
+
+
+@pytest.mark.parametrize('devices', [NODES, ONE_SLOW, Devices.alike(3)])
+def test_devices_come_back(devices):
+    assert Devices.from_json(devices.to_json()) == devices
+
+
+def test_costs_of_stages():
+    """Sums of layers, by factor of their device; an edge is latency and output over bandwidth."""
+    layers = Layers(
+        (
+            Layer('E', 1, 0, 1, activation=2, output=6),
+            Layer('t', 2, 3, 4, retained=0.5, output=8),
+            Layer('L', 5, 6, 7),
+        )
+    )
+    devices = Devices.from_json(
+        '{"devices": [{"factor": {"F": 2, "W": 3}}, {}], "latency": [[0, 1], [2, 0]], '
+        '"bandwidth": [[0, 4], [0, 0]]}'
+    )
+    costs = stage_costs(layers, devices, Partition(Placement.loop(2), (2, 1), (1, 0)))
+    assert (costs.times['F'], costs.times['B'], costs.times['W']) == ((3, 10), (3, 6), (5, 21))
+    assert (costs.amounts['activation'], costs.amounts['retained']) == ((3, 1), (2.5, 1))
+    assert costs.edge(0, 1, (0, 1)) == 2 and costs.edge(1, 0, (1, 0)) == 1 + 8 / 4
+    assert costs.hops == ((0, 8 / 4),)
+    plain = Devices.from_json('{"devices": [{}, {}], "latency": [[0, 1], [2, 0]]}')
+    assert not stage_costs(layers, plain, Partition(Placement.loop(2), (2, 1), (1, 0))).hops

@@ -1,24 +1,20 @@
 """Forwards and backwards that run as one: schedules, their costs, programs and plans."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import inf
 
 import pytest
 from grids import grid
+from orders import by_hand
 
-from megatron_zbpp.analysis.checker import check
+from megatron_zbpp import Costs, Pass, Placement, Schedule, build, check, simulate
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.program import Join, Send
 from megatron_zbpp.analysis.run_ahead import passes_ahead
-from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import Pass, Placement, Schedule, Together
-from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir import Together
 from megatron_zbpp.planner.named_schedules import joined
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.planner.problem import Problem
-from megatron_zbpp.schedules import build
 
 
 def cells(schedule: Schedule, rank: int) -> list[str]:
@@ -27,13 +23,8 @@ def cells(schedule: Schedule, rank: int) -> list[str]:
 
 def test_those_of_dualpipe_v():
     schedule = build('dualpipe-v', 2, 5, together=True)
-    assert cells(schedule, 0) == [
-        '(0F3&3BW1)',
-        '(3F2&0BW0)',
-        '(0F4&3BW2)',
-        '(3F3&0BW1)',
-        '(3F4&0BW2)',
-    ]
+    own = '(0F3&3BW1) (3F2&0BW0) (0F4&3BW2) (3F3&0BW1) (3F4&0BW2)'
+    assert cells(schedule, 0) == own.split()
     apart = build('dualpipe-v', 2, 5)
     assert schedule.passes == apart.passes and not apart.together
     assert Schedule.from_json(schedule.to_json()) == schedule
@@ -54,11 +45,6 @@ def test_the_published_bubble_of_dualpipe_v(p):
             assert first.stage != second.stage and first.microbatch > second.microbatch
 
 
-def test_others_have_none():
-    with pytest.raises(ValueError, match='zb-v has no forwards and backwards that run together'):
-        build('zb-v', 2, 4, together=True)
-
-
 def test_named_schedules_with_cells_are_candidates_on_their_placement():
     for placement, expected in (
         (Placement.v(2), {None, 'dualpipe-v', 'stp'}),
@@ -72,36 +58,13 @@ def test_named_schedules_with_cells_are_candidates_on_their_placement():
 
 
 def test_a_cell_takes_a_share_of_both():
-    orders = [['0F0', '(0F1&0BW0)', '0BW1']]
-    rows = [
-        [
-            Together(tuple(map(Pass.parse, text[1:-1].split('&'))))
-            if text[0] == '('
-            else Pass.parse(text)
-            for text in order
-        ]
-        for order in orders
-    ]
-    schedule = Schedule.of('x', Placement.loop(1), 2, rows)
+    schedule = by_hand(1, 2, '0F0 (0F1&0BW0) 0BW1')
     costs = Costs.of((2.0,), (3.0,), (1.0,), together=0.5)
     assert simulate(schedule, costs).spans == (((0, 2), (2, 3), (3, 5), (5, 9)),)
+    file = '{"F": [2], "B": [3], "W": [1], "together": 0.5}'
+    assert Costs.from_json(file) == costs
     whole = replace(costs, together=1.0)
     assert simulate(schedule, whole).spans == (((0, 2), (2, 4), (4, 8), (8, 12)),)
-
-
-@pytest.mark.parametrize('share', [0.0, -1.0, float('nan')])
-def test_a_share_is_above_zero(share):
-    with pytest.raises(ValueError, match='together'):
-        Costs.of((1.0,), (1.0,), (1.0,), together=share)
-
-
-def test_a_share_in_a_file():
-    times = '"F": [1], "B": [1], "W": [1]'
-    assert Costs.from_json(f'{{{times}, "together": 0.8}}').together == 0.8
-    with pytest.raises(ValueError, match=r"did you mean 'together'"):
-        Costs.from_json(f'{{{times}, "togethr": 0.8}}')
-    with pytest.raises(ValueError, match='together'):
-        Costs.from_json(f'{{{times}, "together": [0.8]}}')
 
 
 @pytest.mark.parametrize('p', [2, 4])
@@ -124,10 +87,7 @@ def test_what_cells_made_is_sent_behind_them(p):
 
 def test_cells_do_not_run_ahead():
     """A forward that waits for a backward is none of those before the optimizer's step."""
-    order = [[Pass.parse('0F0'), Together((Pass.parse('0F1'), Pass.parse('0BW0')))]]
-    order[0].append(Pass.parse('0BW1'))
-    order.append([Pass.parse(text) for text in ('1F0', '1BW0', '1F1', '1BW1')])
-    schedule = Schedule.of('x', Placement.loop(2), 2, order)
+    schedule = by_hand(2, 2, '0F0 (0F1&0BW0) 0BW1', '1F0 1BW0 1F1 1BW1')
     check(schedule)
     assert passes_ahead(schedule) == (1, 0)
 

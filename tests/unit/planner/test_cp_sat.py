@@ -1,7 +1,5 @@
 """The exact solver and the lower bounds against all orders of a tiny problem."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from itertools import product
@@ -11,13 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_zbpp.analysis.checker import check
-from megatron_zbpp.ir import Placement
-from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp import Costs, Placement, check
 from megatron_zbpp.planner import cp_sat
-from megatron_zbpp.planner.ends import replay, replay_whole
+from megatron_zbpp.planner.ends import lower_bound, replay, replay_whole
 from megatron_zbpp.planner.limits import same_limits
-from megatron_zbpp.planner.lower_bounds import lower_bound
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.techniques.slices.balance import Attention, in_parts
@@ -95,7 +90,7 @@ def test_nothing_is_better_than_the_optimum():
     assert answer.orders is None and answer.bound == best - 1
 
 
-def test_without_or_tools(monkeypatch: pytest.MonkeyPatch):
+def test_without_or_tools(monkeypatch):
     monkeypatch.setattr(cp_sat, 'available', lambda: False)
     costs = Costs.uniform(PLACEMENT, 1, 2, 3)
     made = plan([(PLACEMENT, costs)], 4, memory_limit=1, seconds=0.2)

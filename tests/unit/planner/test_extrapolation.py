@@ -1,19 +1,13 @@
 """Orders of few microbatches, their steady state repeated for many."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import inf
 
 import pytest
 
-from megatron_zbpp.analysis.checker import check
-from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import Placement
-from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp import Costs, Placement, build, check, simulate
 from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.planner.search import extrapolate
-from megatron_zbpp.schedules import build
 
 SHAPES = [('zb-h1', Placement.loop(4)), ('zb-h2', Placement.loop(3)), ('zb-v', Placement.v(3))]
 

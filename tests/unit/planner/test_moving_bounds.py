@@ -3,8 +3,6 @@
 Of two ranks and two microbatches all orders are tried, with all that may be done of the actions.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,18 +11,16 @@ from math import inf
 import pytest
 from grids import grid
 
-from megatron_zbpp.analysis.checker import ScheduleError
+from megatron_zbpp import Costs, Pass, Placement, Schedule, ScheduleError, simulate
 from megatron_zbpp.analysis.memory import peak
-from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import Graph, Pass, Placement, Schedule
-from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.graph import DEVICE, HOST, PARTNER, chain
-from megatron_zbpp.planner.exact_offload import solve_offload
-from megatron_zbpp.planner.lower_bounds import lower_bound, moving_bound
+from megatron_zbpp.ir import Graph, chain
+from megatron_zbpp.ir.graph import DEVICE, HOST, PARTNER
+from megatron_zbpp.planner.cp_sat import solve_offload
+from megatron_zbpp.planner.ends import lower_bound, moving_bound
 from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.techniques import find
-from megatron_zbpp.techniques.offload.graph import offload
-from megatron_zbpp.techniques.recompute.graph import recompute
+from megatron_zbpp.techniques.offload import offload
+from megatron_zbpp.techniques.recompute import recompute
 
 M = 2
 PAIR = Placement.loop(2)
@@ -167,8 +163,5 @@ def test_partners_have_their_memory_together():
     # the inner two begin at 1 and hold 7 and 5 of each microbatch, in 2 at once
     assert moving_bound(problem, [find('evict')]) == pytest.approx(1 + 16 * 12 / 2)
     assert moving_bound(problem, [find('offload')]) < 90
-
-
-def test_no_limit_says_nothing():
     costs = costed()
     assert moving_bound(Problem(PAIR, M, costs, (inf, inf)), [find('offload')]) == 0.0

@@ -1,33 +1,28 @@
 """The search places the passes of any graph, not of F, B and W alone: a queue is a row of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import inf
 from unittest.mock import patch
 
 import pytest
 
-from megatron_zbpp.analysis.checker import check
+from megatron_zbpp import Costs, Placement, Schedule, check, simulate
 from megatron_zbpp.analysis.memory import peak
-from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import Graph, Hold, Kind, Need, Placement, Schedule, Task, chain
-from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir import Graph, Hold, Kind, Need, Task, chain
 from megatron_zbpp.ir.graph import DEVICE
 from megatron_zbpp.ir.techniques import made_of
-from megatron_zbpp.planner import budget, cp_sat
+from megatron_zbpp.planner import cp_sat
+from megatron_zbpp.planner import limits as limits
 from megatron_zbpp.planner.cp_sat import solve
-from megatron_zbpp.planner.ends import latest, replay_whole
-from megatron_zbpp.planner.limits import same_limits
-from megatron_zbpp.planner.lower_bounds import lower_bound, moving_bound
+from megatron_zbpp.planner.ends import latest, lower_bound, replay_whole
 from megatron_zbpp.planner.pattern import Pattern, dispatch
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.planner.search import Search
-from megatron_zbpp.techniques.offload.graph import offload
-from megatron_zbpp.techniques.recompute.graph import recompute
+from megatron_zbpp.techniques.offload import offload
+from megatron_zbpp.techniques.recompute import recompute
 from megatron_zbpp.techniques.slices.graph import sliced
-from megatron_zbpp.techniques.updates.graph import updating
+from megatron_zbpp.techniques.updates.versions import updating
 from megatron_zbpp.techniques.vocabulary.graph import split_vocabulary
 
 M = 6
@@ -118,7 +113,7 @@ def test_passes_of_other_kinds_are_planned(what, where):
     problem = Problem(placement, M * made.num_slices, costs, (inf,) * 3, graph=made)
     greedy = list_schedule(problem)
     check(greedy)
-    with patch.object(budget, '_STEPS_PER_SECOND', 200):
+    with patch.object(limits, '_STEPS_PER_SECOND', 200):
         found = plan([(placement, costs)], M, graph=graph, seconds=60.0)
         tight = least(problem)
         limited = plan([(placement, costs)], M, graph=graph, memory_limit=tight, seconds=10.0)
@@ -152,29 +147,11 @@ def test_the_exact_solver_knows_other_passes():
     assert not cp_sat.can_solve(Problem(placement, 2, problem.costs, (4.0, 4.0), graph=scored(2)))
 
 
-@pytest.mark.parametrize(
-    ('graph', 'message'),
-    [
-        (lambda stages: offload(chain(stages), (0,)), r'and [OL] \(.*\) does not: plan without it'),
-        (lambda stages: updating(chain(stages), 2), r'and U \(update of the weights\) does not'),
-    ],
-)
-def test_what_the_search_cannot_place_is_refused(graph, message):
-    placement = Placement.loop(2)
-    with pytest.raises(ValueError, match=message):
-        plan([(placement, Costs.uniform(placement))], M, graph=graph, seconds=0.1)
-
-
-def test_what_is_known_of_three_kinds_says_so():
-    placement = Placement.loop(2)
-    costs = Costs.uniform(placement)
-    problem = Problem(placement, M, costs, same_limits(3, 2), graph=scored(2))
-    with pytest.raises(
-        ValueError, match='F, B and W of whole stages only, and the graph has score'
-    ):
-        problem.by_stage  # noqa: B018
-    with pytest.raises(ValueError, match='and the graph has scored: plan without'):
-        moving_bound(problem, ())
+def test_copies_are_not_placed():
+    """Either of the two is told of."""
+    candidates = [(Placement.loop(2), Costs.uniform(Placement.loop(2)))]
+    with pytest.raises(ValueError, match=r'and [OL] \(.*\) does not: plan without it'):
+        plan(candidates, M, graph=lambda stages: offload(chain(stages), (0,)), seconds=0.1)
 
 
 def test_windows_need_a_known_beginning():
@@ -202,11 +179,11 @@ def test_steps_are_charged_by_inputs(name, more):
     graph = GRAPHS[name](placement.num_stages)
     problem = Problem(placement, M * graph.num_slices, costs_of(placement), (inf,) * 3, graph=graph)
     assert problem.num_steps == problem.num_passes + problem.num_microbatches * more
-    charged, charge = set(), budget.Budget.charge
+    charged, charge = set(), limits.Budget.charge
     with patch.object(
-        budget.Budget, 'charge', lambda self, steps: charged.add(steps) or charge(self, steps)
+        limits.Budget, 'charge', lambda self, steps: charged.add(steps) or charge(self, steps)
     ):
         start = dispatch(problem, Pattern.straight(problem, 0.0, 0.0, inf))
-        Search(problem, [start], 0).improve(budget.Budget(0.02))
+        Search(problem, [start], 0).improve(limits.Budget(0.02))
     assert {2 * problem.with_fewer_microbatches.num_steps} < charged
     assert 6 + problem.num_steps / 20 in charged

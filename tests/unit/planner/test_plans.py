@@ -1,24 +1,23 @@
 """The planner: never worse than what has a name, within the limit, above the bound."""
 
-from __future__ import annotations
-
 from math import inf
+from random import Random
 
 import pytest
 from grids import grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zbpp.analysis.checker import check
+from megatron_zbpp import Costs, Pass, Placement, Schedule, build, check, frontier, simulate
 from megatron_zbpp.analysis.memory import peak
-from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import Pass, Placement, Schedule
-from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.planner import budget
-from megatron_zbpp.planner.frontier import frontier
+from megatron_zbpp.planner import limits as limits
+from megatron_zbpp.planner.actions import ActionSearch
+from megatron_zbpp.planner.limits import Budget
+from megatron_zbpp.planner.named_schedules import named, on_placement, variants
 from megatron_zbpp.planner.plans import Candidate, plan
 from megatron_zbpp.planner.problem import Problem
-from megatron_zbpp.schedules import FAMILIES, build, names
+from megatron_zbpp.schedules import FAMILIES, family, find, names
+from megatron_zbpp.techniques import find as find_technique
 
 times = st.sampled_from([0.5, 1.0, 1.2, 2.0])
 
@@ -61,11 +60,9 @@ def best_named(candidates: list[Candidate], m: int, asked: dict) -> float:
     """Value of the best schedule with a name, found without the planner."""
     best = inf
     for placement, costs in candidates:
-        for family in (each for each in FAMILIES if not each.moves):
+        for own in (each for each in FAMILIES if not each.moves):
             try:
-                schedule = build(
-                    family.name, placement.num_ranks, m, num_chunks=placement.num_chunks
-                )
+                schedule = build(own.name, placement.num_ranks, m, num_chunks=placement.num_chunks)
             except ValueError:
                 continue  # a family that does not take this shape
             limit = asked['memory_limit']
@@ -149,27 +146,21 @@ def bubble(made, m: int) -> float:
     return 1 - work / made.value
 
 
-def test_bubble_at_the_memory_of_1f1b():
+def test_bubbles_of_plans():
     """p = 8, m = 24, at most 8 activations."""
     placements = Placement.v(8), Placement.loop(8, 4)
     candidates = [(at, Costs.uniform(at, 1, 1.2, 0.8)) for at in placements]
     assert bubble(plan(candidates, 24, memory_limit=8, seconds=1), 24) <= 0.035
     on_v = plan(candidates[:1], 24, memory_limit=8, seconds=1)
     assert bubble(on_v, 24) <= 0.0552 and on_v.gap < 1e-9  # no V with two chunks has less
-
-
-def test_groups_of_other_sizes_fill_the_gaps_between_names():
-    """p = 8, m = 24, a loop of four chunks, between the memory of gis-h and of zb-interleaved."""
+    # p = 8, m = 24, a loop of four chunks, between the memory of gis-h and of zb-interleaved
     placement = Placement.loop(8, 4)
     costs = Costs.uniform(placement, 1, 1.2, 0.8)
     made = plan([(placement, costs)], 24, memory_limit=6.5, seconds=0.2)
     assert bubble(made, 24) < 0.055
     name, value = made.best_named
     assert name == 'gis-h v=4' and value > 1.04 * made.value
-
-
-def test_bubble_with_a_heavy_last_stage():
-    """p = 8, m = 24, the last of 16 stages 25 % heavier, at most 8 activations."""
+    # p = 8, m = 24, the last of 16 stages 25 % heavier, at most 8 activations
     shares = (0.5,) * 15 + (0.625,)
     costs = Costs.of(shares, shares, shares, activation=(0.5,) * 16)
     made = plan([(Placement.v(8), costs)], 24, memory_limit=8, seconds=8)
@@ -177,47 +168,37 @@ def test_bubble_with_a_heavy_last_stage():
 
 
 @pytest.mark.parametrize('of', [(1, 1, 1), (1, 1.4, 0.6)])
-def test_frontier_falls_and_stays_below_v_half_and_v_min(of, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(budget, '_REPORT_EVERY', 0.0)
-    monkeypatch.setattr(budget, '_STEPS_PER_SECOND', 5_000)  # they end it, not a busy clock
+def test_frontier_falls_and_stays_below_v_half_and_v_min(of, monkeypatch):
+    monkeypatch.setattr(limits, '_REPORT_EVERY', 0.0)
+    monkeypatch.setattr(limits, '_STEPS_PER_SECOND', 5_000)  # they end it, not a busy clock
     placement, m = Placement.v(6), 14
     shares: list[float] = []
     costs = Costs.uniform(placement, *of)
-    limits = [6, 5, 4.5, 4, 3.5, 3, 2.5, 2]
-    points = frontier(None, [(placement, costs)], m, limits, seconds=240, progress=shares.append)
+    bounds = [6, 5, 4.5, 4, 3.5, 3, 2.5, 2]
+    own = {'costs': of, 'placements': ['v'], 'num_chunks': 2}
+    points = frontier(6, m, bounds, seconds=240, progress=shares.append, **own)
     assert shares == sorted(shares) and 0 <= shares[0] < 0.1 and 0.8 < shares[-1] <= 1
-    values = [made.value for _, made, _ in points]
-    assert [limit for limit, _, _ in points] == sorted(limits)
+    values = [made.value for _, made in points]
+    assert [limit for limit, _ in points] == sorted(bounds)
     assert values == sorted(values, reverse=True) and values[0] > values[-1]
     for name in ('v-half', 'v-min'):
         known = build(name, 6, m)
         most, value = max(peak(known, costs)), simulate(known, costs).makespan
-        assert all(made.value <= value + 1e-9 for limit, made, _ in points if limit >= most)
-        assert any(limit >= most for limit, _, _ in points)
+        assert all(made.value <= value + 1e-9 for limit, made in points if limit >= most)
+        assert any(limit >= most for limit, _ in points)
 
 
 @pytest.mark.parametrize('p', [3, 6])
-def test_same_inputs_same_plan(p: int, monkeypatch: pytest.MonkeyPatch):
+def test_same_inputs_same_plan(p, monkeypatch):
     """With the exact solver at p = 3, without at p = 6. Steps end both, and not the clock."""
-    monkeypatch.setattr(budget, '_STEPS_PER_SECOND', 10_000)
+    monkeypatch.setattr(limits, '_STEPS_PER_SECOND', 10_000)
     placements = Placement.v(p), Placement.loop(p)
     candidates = [(at, Costs.uniform(at, 1, 1.2, 0.8)) for at in placements]
     one, other = (plan(candidates, 10, memory_limit=2, seconds=30, seed=3) for _ in range(2))
     assert one == other and one.repeats and one.gap > 0
 
 
-def test_what_cannot_be_planned():
-    placement = Placement.v(2)
-    costs = Costs.uniform(placement)
-    with pytest.raises(ValueError, match='is below 1, one microbatch: give at least 1,'):
-        plan([(placement, costs)], 2, memory_limit=0.5)
-    with pytest.raises(ValueError, match='use makespan or window'):
-        plan([(placement, costs)], 2, objective='speed')
-    with pytest.raises(ValueError, match='allow at least one'):
-        plan([], 2)
-
-
-def test_the_smallest_limit_over_all_placements():
+def test_limits():
     heavy, light = Placement.v(2), Placement.loop(2)
     candidates = [
         (heavy, Costs.of((1.0,) * 4, (1.0,) * 4, (1.0,) * 4, activation=(1, 2, 3, 4))),
@@ -227,10 +208,56 @@ def test_the_smallest_limit_over_all_placements():
         plan(candidates, 2, memory_limit=3.5)
     made = plan(candidates, 2, memory_limit=4, seconds=0.1)
     assert made.schedule.placement == light
-
-
-def test_a_limit_holds_what_is_as_much():
-    """Activations that no unit of the planner's divides: four of two are eight."""
+    # activations that no unit of the planner's divides: four of two are eight
     costs = Costs.of((1.0,) * 4, (1.0,) * 4, (1.0,) * 4, activation=(2.0, 2.0, 3.0, 1.0))
     problem = Problem(Placement.loop(4), 4, costs, (8.0,) * 4)
     assert problem.fits(problem.orders(build('1f1b', 4, 4)))
+
+
+# ---- The named schedules as the planner sees them: those on its placement, and no others.
+
+
+LOOP = Placement.loop(2)
+COSTS = Costs.uniform(LOOP)
+
+
+@family('both-ways')
+def both_ways(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Two pipelines against each other, one after the other."""
+    placement = Placement.two_way(num_ranks)
+    orders: list[list[Pass]] = [[] for _ in range(num_ranks)]
+    for i in range(num_microbatches):
+        stages = range(num_ranks)
+        for kind, visited in (('F', stages), ('BW', reversed(stages))):
+            for stage in visited:
+                orders[placement.rank_of(stage, i)].append(Pass(kind, stage, i))
+    return Schedule.of('both-ways', placement, num_microbatches, orders)
+
+
+def test_a_family_on_two_routes_is_not_on_a_loop():
+    check(both_ways(2, 4))
+    problem = Problem(LOOP, 4, COSTS, (inf, inf))
+    assert [s.name for s in variants(find('1f1b'), problem)] == ['1f1b']
+    assert not [*variants(find(f'{__name__}:both-ways'), problem)]
+
+
+@pytest.mark.parametrize('placement', [Placement.v(3), Placement.v(3).reversed()])
+def test_families_are_mirrored_where_the_placement_is(placement):
+    found = on_placement(find('zb-v'), placement, 4)
+    check(found)
+    assert found.placement == placement
+    problem = Problem(placement, 4, Costs.uniform(placement), (inf,) * 3)
+    assert 'zb-v' in {each.name for each in named(problem)}
+
+
+def test_what_begins_on_no_placement_of_the_question():
+    assert on_placement(find('zb-v'), Placement.loop(3, 2), 4) is None
+    assert on_placement(find('zb-v'), Placement.loop(3), 4) is None, 'it takes two chunks a rank'
+    found = plan([(LOOP, COSTS)], 4, seconds=0.1, starts=[both_ways(2, 4)])
+    assert found.schedule.placement == LOOP
+    search = ActionSearch([(LOOP, COSTS)], 4, None, 'makespan', ())
+    search.start(both_ways(2, 4))
+    assert search.best is None
+    search = ActionSearch([(LOOP, COSTS)], 4, None, 'makespan', (find_technique('recompute'),))
+    search.climb(Budget(1.0), Random(7))
+    assert search.best is None

@@ -7,8 +7,6 @@ can say. Where one was changed on purpose, write it anew, look whether plans bec
     PYTHONPATH=tests/support python tests/unit/planner/test_plans_stay.py
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -22,21 +20,16 @@ from unittest.mock import patch
 import pytest
 from stays import digits
 
-from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import Placement
-from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.planner import budget, cp_sat, exact_offload
+from megatron_zbpp import Costs, Placement, build, simulate
+from megatron_zbpp.planner import cp_sat, limits
 from megatron_zbpp.planner.actions import ActionSearch, plan_within
-from megatron_zbpp.planner.annealing import anneal, critical, fold
-from megatron_zbpp.planner.ends import replay, replay_whole
-from megatron_zbpp.planner.exact_offload import solve_offload
-from megatron_zbpp.planner.lower_bounds import lower_bound, moving_bound
+from megatron_zbpp.planner.cp_sat import solve_offload
+from megatron_zbpp.planner.ends import lower_bound, moving_bound, replay, replay_whole
 from megatron_zbpp.planner.named_schedules import joined, named
 from megatron_zbpp.planner.pattern import Pattern, dispatch, grouped
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.planner.problem import Problem
-from megatron_zbpp.planner.search import Search, extrapolate
-from megatron_zbpp.schedules import build
+from megatron_zbpp.planner.search import Search, anneal, critical, extrapolate, fold
 from megatron_zbpp.techniques import NAMES, find
 
 ACTIONS = NAMES
@@ -93,9 +86,9 @@ def problem_of(shape: str, amount: str, objective: str = 'makespan') -> Problem:
     return Problem(placement, m, costs, limits, objective)
 
 
-def steps(number: int) -> budget.Budget:
+def steps(number: int) -> limits.Budget:
     """Return a budget that no clock ends."""
-    whole = budget.Budget(600.0)
+    whole = limits.Budget(600.0)
     return whole.split_off(number / whole.steps)
 
 
@@ -185,7 +178,7 @@ def asked(times: float, objective: str) -> Iterator[object]:
             again = cp_sat.solve(problem, orders, bound, 0.75 * bound, EFFORT, 600.0)
         for each in (best, again):
             yield each.bound, each.overran, each.orders and replay_whole(problem, each.orders)[0]
-        with patch.object(exact_offload, 'interruptible', solve):
+        with patch.object(cp_sat, 'interruptible', solve):
             moved = solve_offload(problem, 0.0, value, EFFORT, 600.0)
             none = solve_offload(problem, 0.0, 0.5 * bound, EFFORT, 600.0)
         for each in (moved, none):
@@ -200,7 +193,7 @@ def planned(objective: str) -> Iterator[object]:
     candidates = [(placement, costs_of(placement)) for placement in placements]
     alone = [(placement, replace(costs, together=1.0)) for placement, costs in candidates]
     shared = {'objective': objective, 'seconds': 600.0, 'seed': 1}
-    with patch.object(budget, '_STEPS_PER_SECOND', 100):
+    with patch.object(limits, '_STEPS_PER_SECOND', 100):
         for of, limit in itertools.product((candidates, alone), (None, 2.5, (2.5, 3.0, 3.5))):
             yield plan(of, 12, memory_limit=limit, **shared)
         starts = [build('v-half', 3, 12)]

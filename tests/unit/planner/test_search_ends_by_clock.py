@@ -1,54 +1,30 @@
 """The clock ends every part of planning that takes long, and small questions are never cut."""
 
-from __future__ import annotations
-
 import itertools
-import json
-from collections.abc import Callable
 from dataclasses import replace
 from math import inf
-from types import SimpleNamespace
 
 import pytest
 
-from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.cli import main, planning
-from megatron_zbpp.ir import Placement
-from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp import Costs, Placement, build, simulate
+from megatron_zbpp.cli import planning
 from megatron_zbpp.planner import (
     actions,
-    budget,
+    limits,
     named_schedules,
     pattern,
     plan_requests,
-    plans,
     search,
 )
 from megatron_zbpp.planner.actions import plan_within
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.planner.problem import Problem
-from megatron_zbpp.planner.slice_counts import slice_counts
-from megatron_zbpp.schedules import build
+from megatron_zbpp.planner.sequence_slices import slice_counts
 from megatron_zbpp.techniques.slices.balance import Attention
 
 P, M = 4, 24
-INIT = budget.Budget.__init__  # by which the clock counts, as it does not in other tests
 PLACEMENTS = (Placement.loop(P), Placement.v(P), Placement.loop(P, 4))
 CANDIDATES = [(at, Costs.uniform(at)) for at in PLACEMENTS]
-
-
-@pytest.fixture
-def ticks(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Return what makes each look at the clock take that many seconds; 500 passes are many."""
-    monkeypatch.setattr(plans, '_SMALL', 500)
-    monkeypatch.setattr(budget.Budget, '__init__', INIT)
-
-    def tick(seconds: float) -> None:
-        clock = itertools.count()
-        ticking = SimpleNamespace(monotonic=lambda: next(clock) * seconds)
-        monkeypatch.setattr(budget, 'time', ticking)
-
-    return tick
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> list[object]:
@@ -64,9 +40,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> list[
     return calls
 
 
-def test_a_large_question_ends_with_what_the_clock_left_time_for(
-    ticks: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_large_question_ends_with_what_the_clock_left_time_for(ticks, monkeypatch):
     ticks(1.0)
     built = counted(monkeypatch, named_schedules, 'on_placement')
     tried = counted(monkeypatch, pattern, 'replay')
@@ -78,7 +52,7 @@ def test_a_large_question_ends_with_what_the_clock_left_time_for(
     assert shares == sorted(shares) and len(shares) > 5 and 0 < shares[0] < 0.2 and shares[-1] <= 1
 
 
-def test_each_placement_gets_a_share(ticks: Callable[[float], None]):
+def test_each_placement_gets_a_share(ticks):
     """The last of them has the least idle time: with all of the time for the first, none is."""
     ticks(0.5)
     made = plan(CANDIDATES, M, seconds=20.0)
@@ -87,7 +61,7 @@ def test_each_placement_gets_a_share(ticks: Callable[[float], None]):
 
 
 @pytest.mark.parametrize('limit', [None, P / 2])
-def test_without_any_time_there_is_one_plan(ticks: Callable[[float], None], limit: float | None):
+def test_without_any_time_there_is_one_plan(ticks, limit):
     bounds = [plan([each], M, seconds=0.1, memory_limit=limit).lower_bound for each in CANDIDATES]
     ticks(100.0)
     made = plan(CANDIDATES, M, seconds=1.0, memory_limit=limit)
@@ -95,7 +69,7 @@ def test_without_any_time_there_is_one_plan(ticks: Callable[[float], None], limi
     assert made.lower_bound == min(bounds) < made.value  # of those, too, on which there is none
 
 
-def test_small_questions_are_not_cut(ticks: Callable[[float], None]):
+def test_small_questions_are_not_cut(ticks):
     small = [(at, Costs.uniform(at)) for at in (Placement.loop(P), Placement.v(P))]
     ticks(0.0)
     known = plan(small, 8, seconds=0.1)
@@ -104,7 +78,7 @@ def test_small_questions_are_not_cut(ticks: Callable[[float], None]):
     assert cut.best_named == known.best_named is not None
 
 
-def test_repeating_the_steady_state_ends_with_the_clock(monkeypatch: pytest.MonkeyPatch):
+def test_repeating_the_steady_state_ends_with_the_clock(monkeypatch):
     """It is tried at twenty-nine places of the time."""
     placement, costs = CANDIDATES[0]
     many = Problem(placement, 3 * M, costs, (3.0,) * P)
@@ -118,17 +92,15 @@ def test_repeating_the_steady_state_ends_with_the_clock(monkeypatch: pytest.Monk
     assert len(replayed) == 4
 
 
-def test_a_turn_is_a_share_of_the_time_that_is_left(ticks: Callable[[float], None]):
+def test_a_turn_is_a_share_of_the_time_that_is_left(ticks):
     ticks(1.0)
-    whole = budget.Budget(40.0)
+    whole = limits.Budget(40.0)
     turn = whole.turn(0.5)
     assert len(list(itertools.takewhile(lambda _: turn(), range(40)))) == 9  # two looks each
     assert whole.overran and whole.on_time() and whole.left == whole.steps
 
 
-def test_cells_of_named_schedules_end_with_the_clock(
-    ticks: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
-):
+def test_cells_of_named_schedules_end_with_the_clock(ticks, monkeypatch):
     placement = Placement.v(P)
     costs = replace(Costs.uniform(placement), together=0.9)
     built = counted(monkeypatch, named_schedules, 'on_placement')
@@ -140,9 +112,7 @@ def test_cells_of_named_schedules_end_with_the_clock(
     assert built
 
 
-def test_actions_are_searched_for_within_the_time(
-    ticks: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
-):
+def test_actions_are_searched_for_within_the_time(ticks, monkeypatch):
     placement = Placement.v(P)
     costs = Costs.uniform(placement).with_times(O=(0.5,) * 2 * P, L=(0.5,) * 2 * P)
     rated = counted(monkeypatch, actions, 'variants')
@@ -151,14 +121,12 @@ def test_actions_are_searched_for_within_the_time(
     asked = {'actions': ('offload',), 'memory_limit': P / 2, 'progress': shares.append}
     made = plan_within([(placement, costs)], M, seconds=40.0, **asked)
     assert not made.repeats and 0 < len(rated) < 20
-    assert budget.time.monotonic() < 44.0
+    assert limits.time.monotonic() < 44.0
     assert shares == sorted(shares) and 0 < shares[0] < 0.3 and shares[-1] <= 1
 
 
 @pytest.mark.parametrize(('limit', 'best'), [(2.0, 'po-f'), (3.0, 'po-h'), (4.0, 'zb-v')])
-def test_what_fits_is_tried_before_the_clock_ends_it(
-    ticks: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, limit: float, best: str
-):
+def test_what_fits_is_tried_before_the_clock_ends_it(ticks, monkeypatch, limit, best):
     """With actions, too, a plan is no worse than the named schedules that keep the limit."""
     placements = (Placement.loop(P), Placement.v(P), Placement.loop(P, 2))
     copied = {at: (0.5,) * at.num_stages for at in placements}
@@ -186,9 +154,6 @@ def test_turns_of_families():
     ):
         problem = Problem(at, M, Costs.uniform(at), (limit,) * P)
         assert [family.name for family in named_schedules.in_turn(problem)][:3] == first
-
-
-def test_numbers_of_slices_are_tried_while_there_is_time():
     left = iter([True, True, False])
     found = slice_counts(
         CANDIDATES, 4, 4096, Attention(), least=1, on_time=lambda: next(left, False)
@@ -197,9 +162,7 @@ def test_numbers_of_slices_are_tried_while_there_is_time():
 
 
 @pytest.mark.parametrize(('asked', 'halves'), [('auto', True), ('2', False)])
-def test_finding_slices_and_planning_share_the_time(
-    monkeypatch: pytest.MonkeyPatch, asked: str, halves: bool
-):
+def test_finding_slices_and_planning_share_the_time(monkeypatch, zbpp, asked, halves):
     """What `--slices auto` takes to find how many is not there to plan them."""
     given: list[float] = []
     original, begun = plan_requests.planned, plan_requests.Budget
@@ -214,20 +177,16 @@ def test_finding_slices_and_planning_share_the_time(
 
     monkeypatch.setattr(plan_requests, 'planned', planned)
     monkeypatch.setattr(plan_requests, 'Budget', found_in)
-    words = f'plan --pp 2 --microbatches 2 --slices {asked} --seq-length 8192 --seconds 0.5'
-    assert main([*words.split(), '--no-cache']) == 0
+    words = f'--pp 2 --microbatches 2 --slices {asked} --seq-length 8192 --seconds 0.5'
+    zbpp(f'plan {words} --no-cache')
     assert given == ([0.25, 0.25] if halves else [0.5])
 
 
 @pytest.mark.parametrize('share', [0.0, 1.0])
-def test_a_short_search_over_actions_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], share: float
-):
+def test_a_short_search_over_actions_says_so(monkeypatch, zbpp, share):
     monkeypatch.setattr(planning, '_WIDE', share)
     words = 'plan --pp 4 --microbatches 12 --actions offload --memory-limit 2 --seconds 0.1'
-    assert main([*words.split(), '--no-cache', '--json']) == 0
-    told = capsys.readouterr()
-    gap = json.loads(told.out)['gap']
+    gap = zbpp(f'{words} --no-cache --json')['gap']
     assert 0.0 < gap < 1.0
     said = f'zbpp: gap {gap:.0%}: a search of 0.1 s tries few actions for '
-    assert (said in told.err) == (share == 0.0) == ('give more --seconds' in told.err)
+    assert (said in zbpp.err) == (share == 0.0) == ('give more --seconds' in zbpp.err)

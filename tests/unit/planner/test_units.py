@@ -3,26 +3,22 @@
 All factors are powers of two, so that no rounding comes between.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
+from megatron_zbpp import Costs, Placement, Schedule, build, simulate
 from megatron_zbpp.analysis.fit_costs import fit
+from megatron_zbpp.analysis.gain import critical_path, gaps
 from megatron_zbpp.analysis.memory import highest, peak
-from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.analysis.waits import critical_path, gaps
-from megatron_zbpp.ir import Placement, Schedule
-from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.planner.lower_bounds import lower_bound, moving_bound
+from megatron_zbpp.planner.ends import lower_bound, moving_bound
 from megatron_zbpp.planner.problem import Problem
-from megatron_zbpp.schedules import FAMILIES, build
+from megatron_zbpp.schedules import FAMILIES
 from megatron_zbpp.techniques import find
 from megatron_zbpp.techniques.base import copy_ratio
-from megatron_zbpp.techniques.evict.place import with_eviction
-from megatron_zbpp.techniques.offload.place import offloaded
-from megatron_zbpp.techniques.recompute.place import recomputed
+from megatron_zbpp.techniques.evict import with_eviction
+from megatron_zbpp.techniques.offload import offloaded
+from megatron_zbpp.techniques.recompute import recomputed
 
 P, M = 4, 6
 NAMES = [family.name for family in FAMILIES]
@@ -57,9 +53,7 @@ def in_their_time(costs: Costs, placement: Placement) -> Costs:
         return tuple(t / SPEEDS[placement.only_route[s]] for s, t in enumerate(times))
 
     return replace(
-        costs,
-        times={kind: taken(each) for kind, each in costs.times.items()},
-        speeds=(),
+        costs, times={kind: taken(each) for kind, each in costs.times.items()}, speeds=()
     )
 
 
@@ -82,8 +76,7 @@ def of_time(costs: Costs, by: float) -> Costs:
 def of_memory(costs: Costs, by: float) -> Costs:
     """The same in a unit of memory that is so many times smaller."""
     return replace(
-        costs,
-        amounts={name: tuple(by * a for a in each) for name, each in costs.amounts.items()},
+        costs, amounts={name: tuple(by * a for a in each) for name, each in costs.amounts.items()}
     )
 
 

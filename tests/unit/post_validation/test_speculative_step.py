@@ -1,15 +1,18 @@
 """A speculative step leaves the optimizer as it was, and the model as a step would."""
 
-from __future__ import annotations
-
+import math
 from unittest import mock
 
 import pytest
 import torch
 from grids import grid
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_zbpp.post_validation.data_iterators import ReplayIterator
+from megatron_zbpp.post_validation.protocol import EarlyStepPolicy, Prefix, is_clean
 from megatron_zbpp.post_validation.speculative_step import SpeculativeStep, Stepped
 
 OPTIMIZERS = {
@@ -193,3 +196,104 @@ def test_what_is_kept_is_stepped_once(kept_bytes, steps):
         speculative.undo()
         speculative.complete(optimizer.step)
     assert step.call_count == steps
+
+
+# ---- Who steps early.
+
+
+norms = st.floats(0, 1e6) | st.sampled_from([math.inf, math.nan])
+
+
+@given(st.lists(norms, min_size=1, max_size=8), st.sampled_from([0.0, 1.0, 1e3]))
+def test_ranks_ahead_are_the_first_ones(squares, clip_grad):
+    """Nobody goes ahead behind one that does not."""
+    prefix, went = Prefix(), []
+    for square in squares:
+        following = prefix.then(square, clip_grad)
+        went.append(following.ahead > prefix.ahead)
+        prefix = following
+    assert went == sorted(went, reverse=True)
+    assert prefix.ahead == sum(went)
+    if all(went):
+        assert is_clean(math.sqrt(sum(squares)), clip_grad) or clip_grad
+
+
+@given(st.floats(0, 100, width=32), st.floats(0.01, 10))
+def test_stands_as_megatron_clips(norm, clip_grad):
+    assert is_clean(norm, clip_grad) == (not clip_grad / (norm + 1.0e-6) < 1.0)
+
+
+@given(st.floats(0, width=32))
+def test_a_norm_gives_its_sum_of_squares_back(total):
+    """`updates` gets the root of a float32 and reduces the float32 itself."""
+    import torch
+
+    root = total**0.5
+    assert torch.tensor([root * root], dtype=torch.float32).item() == total
+
+
+def run(policy, outcomes):
+    """Where it is engaged: a letter for each step, and for outcomes that are clean."""
+    states = ''
+    for clean in outcomes:
+        states += 'x' if policy.engaged else '.'
+        policy.after(clean == 'x')
+    return states
+
+
+@pytest.mark.parametrize(
+    ('policy', 'outcomes', 'engaged'),
+    [
+        (EarlyStepPolicy(3), 'xx.xxxx', '......x'),  # after clean steps in a row
+        (EarlyStepPolicy(2, window=4, tolerated=1), 'xx.x.xxx', '..xxx..x'),  # frequent clipping
+        (EarlyStepPolicy(1, window=4, tolerated=1), 'x' + 5 * '.xxx', '.' + 20 * 'x'),  # rare
+    ],
+)
+def test_steps_early_after_clean_steps(policy, outcomes, engaged):
+    assert run(policy, outcomes) == engaged
+
+
+def test_goes_on_and_ends():
+    """Steps that overflow on the first rank, whose state all ranks behind it know."""
+    policy = EarlyStepPolicy(0, window=4, tolerated=1)
+    for _ in range(20):
+        policy.after(clean=False, early=False)
+    assert policy.engaged, 'nothing was taken back'
+    for _ in range(2):
+        policy.after(clean=False, early=True)
+    assert not policy.engaged
+    policy = EarlyStepPolicy(1)
+    policy.after(True)
+    for redone in (True, True, False, True, True):
+        policy.after_iteration(redone)
+    assert policy.engaged, 'not three in a row'
+    policy.after_iteration(True)
+    assert policy.ended
+    assert run(policy, 20 * 'x') == 20 * '.', 'it does not begin again'
+
+
+# ---- The iterator gives what its source gives, whatever is wound back.
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.booleans()), max_size=20))
+def test_rewound_items_come_again(rounds):
+    """Each round: reserve, mark, take, and perhaps take it all again."""
+    replay, expected = ReplayIterator(iter(range(1000))), 0
+    for reserved, taken, again in rounds:
+        assert replay.reserve(reserved)
+        replay.mark(keep=True)
+        for _ in range(1 + again):
+            assert [next(replay) for _ in range(taken)] == list(range(expected, expected + taken))
+            assert replay.given == taken
+            if again:
+                replay.rewind()
+                replay.mark(keep=False)
+                again = False
+        expected += taken
+        replay.forget()
+
+
+def test_the_end_of_the_source():
+    replay = ReplayIterator(iter('ab'))
+    assert not replay.reserve(3) and not replay.idle
+    assert list(replay) == ['a', 'b'] and replay.idle

@@ -1,17 +1,18 @@
 """What a program writes to weights is noticed, by whichever way it goes."""
 
-from __future__ import annotations
+import itertools
+import weakref
 
 import pytest
 import torch
 
+from megatron_zbpp.post_validation.data_iterators import SharedIterators
 from megatron_zbpp.post_validation.watch import Watch, Watched, any_bits, digest, summary
 from megatron_zbpp.runtime.compat import unseen_by_autograd
 
 # what the host sees each time: counters, addresses, settings
 SEEN = {
-    'clamp_': lambda p, flat: p.clamp_(-0.1, 0.1),
-    'copy_': lambda p, flat: p.copy_(p * 2),
+    'clamp_': lambda p, flat: p.clamp_(-0.1, 0.1), 'copy_': lambda p, flat: p.copy_(p * 2),
     'detach().mul_': lambda p, flat: p.detach().mul_(2),
     'foreach': lambda p, flat: torch._foreach_mul_([p], 0.5),
     'optimizer': lambda p, flat: stepped(torch.optim.SGD([p], 0.1), p),
@@ -22,7 +23,7 @@ SEEN = {
     'flat buffer': lambda p, flat: flat.mul_(2),
     'part of the flat buffer': lambda p, flat: flat[3:].mul_(2),
     'requires_grad_': lambda p, flat: p.requires_grad_(False),
-}
+}  # fmt: skip
 # what only values tell
 HIDDEN = {
     'data.clamp_': lambda p, flat: p.data.clamp_(-0.1, 0.1),
@@ -127,18 +128,55 @@ def test_what_changes_places_counts(places):
     assert (digest(tensor).item() != before) == (one // 64 != other // 64)
 
 
-def test_values_that_are_no_numbers_are_equal_to_themselves():
+def test_bits_and_words():
     tensor = torch.full((5,), float('nan'))
     assert digest(tensor) == digest(tensor.clone())
-
-
-def test_any_bits():
     zeros = torch.zeros(7)
     assert not any_bits([zeros, zeros[:0], zeros[1:]])
     zeros[-1] = 1e-40
     assert any_bits([zeros])
-
-
-def test_summary():
     assert summary(['a']) == 'a'
     assert summary(['a', 'b', 'c', 'd']) == 'a, b and 2 more'
+
+
+# ---- Views of one iterator, which chunks keep from iteration to iteration.
+
+
+def test_each_chunk_reads_all_in_order():
+    views, source = SharedIterators(), itertools.count()
+    first, second = views.of(source, 2)
+    assert [next(first) for _ in range(3)] == [0, 1, 2]
+    assert [next(second) for _ in range(3)] == [0, 1, 2]
+    assert views.of(source, 2) == [first, second]
+    assert next(first) == 3, 'run ahead, before the iteration begins'
+    assert views.of(source, 2) == [first, second]
+    assert [next(second), next(first), next(second)] == [3, 4, 4]
+    first, second = SharedIterators().of(iter([1]), 2)
+    assert list(first) == list(second) == [1]
+    assert SharedIterators().of(None, 2) == [None, None]
+
+
+def test_what_all_have_read_is_forgotten():
+    class Item:
+        pass
+
+    views, source = SharedIterators(), (Item() for _ in range(9))
+    first, second, idle = views.of(source, 3)
+    seen = [weakref.ref(next(first)) for _ in range(4)]
+    assert [next(second) for _ in range(2)] == [each() for each in seen[:2]]
+    views.of(source, 3)
+    assert [each() is None for each in seen] == [True, True, False, False]
+    with pytest.raises(RuntimeError, match='leave out post_validation'):
+        next(idle)
+
+
+def test_other_sources_have_others():
+    views = SharedIterators()
+    one, other = iter([1, 2]), iter([3, 4])
+    (first,) = views.of(one, 1)
+    assert next(first) == 1
+    assert [next(view) for view in views.of(other, 1)] == [3]
+    assert next(first) == 2
+    for _ in range(9):
+        views.of(iter([0]), 1)
+    assert views.of(one, 1) != [first], 'few are kept'

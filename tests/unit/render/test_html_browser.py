@@ -1,12 +1,8 @@
 """The page in a real headless browser: it reacts, it is silent, it stays offline."""
 
-from __future__ import annotations
-
 import io
 import re
 from base64 import b64decode
-from collections.abc import Iterator
-from pathlib import Path
 
 import chromium
 import pytest
@@ -14,24 +10,11 @@ import yaml
 from matplotlib.image import imread
 from paths import ROOT
 
-from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp import Costs, build, simulate
 from megatron_zbpp.render.html import html, waits
 from megatron_zbpp.render.svg import svg
-from megatron_zbpp.schedules import build
 
 MKDOCS = ROOT / 'mkdocs.yml'
-
-pytestmark = pytest.mark.skipif(
-    chromium.find() is None, reason='no Chromium on PATH (Debian: apt-get install chromium)'
-)
-
-
-@pytest.fixture(scope='module')
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Page]:
-    page = chromium.Page(tmp_path_factory.mktemp('profile'))
-    yield page
-    page.close()
 
 
 SCHEDULE = build('zb-v', 4, 8)
@@ -41,7 +24,7 @@ MEASURED = simulate(SCHEDULE, COSTS.with_times(F=(0.6,) * 8))
 
 
 @pytest.fixture
-def page(browser: chromium.Page, tmp_path: Path) -> chromium.Page:
+def page(browser, tmp_path):
     """Simulated against measured, freshly loaded."""
     lines = {'simulated': SIMULATED, 'measured': MEASURED}
     file = tmp_path / 'page.html'
@@ -89,7 +72,7 @@ def troubles(page: chromium.Page) -> list[dict]:
     return [e for e in page.events if e['method'] in noisy]
 
 
-def test_hover_explains_the_pass(page: chromium.Page) -> None:
+def test_hover_explains_the_pass(page):
     assert tooltip(page) is None
     rank, index = next(
         (rank, i)
@@ -117,7 +100,7 @@ def test_hover_explains_the_pass(page: chromium.Page) -> None:
     assert troubles(page) == []
 
 
-def test_hover_names_the_phase(page: chromium.Page) -> None:
+def test_hover_names_the_phase(page):
     """Of a pass in the middle of each phase, and of its last one."""
     for rank, phases in enumerate(SCHEDULE.phases):
         ends = [first for first, _ in phases[1:]] + [len(SCHEDULE.passes[rank])]
@@ -125,22 +108,16 @@ def test_hover_names_the_phase(page: chromium.Page) -> None:
             for index in {(first + end) // 2, end - 1}:
                 page.mouse('mouseMoved', *place(page, rank, index))
                 assert f'phase: {label}\n' in tooltip(page)
-
-
-def test_every_pass_is_found_under_the_pointer(page: chromium.Page) -> None:
     for rank in range(4):
         for index in range(0, len(SCHEDULE.passes[rank]), 7):
             page.mouse('mouseMoved', *place(page, rank, index))
             assert tooltip(page).startswith(f'{SCHEDULE.passes[rank][index]} ')
-
-
-def test_idle_time_has_no_tooltip(page: chromium.Page) -> None:
     left, top, _, height = plot(page)
     page.mouse('mouseMoved', left + 2, top + 0.9 * height)  # rank 3 starts later
     assert tooltip(page) is None
 
 
-def test_wheel_zooms_about_the_pointer_and_drag_pans(page: chromium.Page) -> None:
+def test_wheel_zooms_about_the_pointer_and_drag_pans(page):
     whole = view(page)
     x, y = place(page, 1, 20)
     for _ in range(4):
@@ -169,7 +146,7 @@ def test_wheel_zooms_about_the_pointer_and_drag_pans(page: chromium.Page) -> Non
     assert troubles(page) == []
 
 
-def test_buttons_keys_and_limits(page: chromium.Page) -> None:
+def test_buttons_keys_and_limits(page):
     whole = view(page)
     page.evaluate("document.getElementById('in').click()")
     assert view(page)[2] == pytest.approx(0.7 * whole[2])
@@ -186,7 +163,7 @@ def test_buttons_keys_and_limits(page: chromium.Page) -> None:
     assert troubles(page) == []
 
 
-def test_side_by_side_or_stacked(page: chromium.Page) -> None:
+def test_side_by_side_or_stacked(page):
     assert plot(page)[1] == plot(page, 1)[1]
     narrow = plot(page)[2]
     page.evaluate("document.getElementById('layout').click()")
@@ -194,7 +171,7 @@ def test_side_by_side_or_stacked(page: chromium.Page) -> None:
     assert plot(page)[2] > 1.5 * narrow
 
 
-def test_table_and_memory_curves(page: chromium.Page) -> None:
+def test_table_and_memory_curves(page):
     rows = page.evaluate("[...document.querySelectorAll('.summary tr')].map(r => r.innerText)")
     assert f'{SIMULATED.bubble:.2%}' in rows[1] and rows[1].startswith('simulated')
     assert f'{MEASURED.bubble:.2%}' in rows[2] and rows[2].startswith('measured')
@@ -208,9 +185,7 @@ def test_table_and_memory_curves(page: chromium.Page) -> None:
     assert len(heights) == 2 and min(heights) > 100
 
 
-def test_lines_of_a_comparison_are_sorted_and_linked(
-    browser: chromium.Page, tmp_path: Path
-) -> None:
+def test_lines_of_a_comparison_are_sorted_and_linked(browser, tmp_path):
     """By a click on a head, and the other way round by the next; unknown values come last."""
     made = {name: build(name, 4, 8) for name in ('zb-h1', '1f1b', 'zb-v', 'gpipe')}
     costs = {name: Costs.uniform(each.placement) for name, each in made.items()}
@@ -251,7 +226,7 @@ def test_lines_of_a_comparison_are_sorted_and_linked(
     assert not troubles(browser)
 
 
-def test_a_narrow_screen_scrolls_the_table_alone(page: chromium.Page) -> None:
+def test_a_narrow_screen_scrolls_the_table_alone(page):
     sizes = {'width': 480, 'height': 900, 'deviceScaleFactor': 1, 'mobile': False}
     page.call('Emulation.setDeviceMetricsOverride', **sizes)
     try:
@@ -263,9 +238,7 @@ def test_a_narrow_screen_scrolls_the_table_alone(page: chromium.Page) -> None:
 
 
 @pytest.mark.parametrize(('scheme', 'dark'), [('default', False), ('slate', True)])
-def test_pictures_of_the_docs_go_with_the_scheme(
-    browser: chromium.Page, tmp_path: Path, scheme: str, dark: bool
-) -> None:
+def test_pictures_of_the_docs_go_with_the_scheme(browser, tmp_path, scheme, dark):
     """That of Material for MkDocs, which the reader may switch: no white boxes on a dark page."""
     (css,) = yaml.safe_load(re.sub('!!.*', '', MKDOCS.read_text()))['extra_css']
     (tmp_path / 'zb-v.svg').write_text(svg({'zb-v': SIMULATED}, {'zb-v': COSTS}, width=600))
@@ -283,7 +256,7 @@ def test_pictures_of_the_docs_go_with_the_scheme(
 
 
 @pytest.mark.parametrize('width', [480, 750])
-def test_long_commands_of_the_docs_wrap(browser: chromium.Page, tmp_path: Path, width: int) -> None:
+def test_long_commands_of_the_docs_wrap(browser, tmp_path, width):
     """Also words that are longer than the page; short lines stay as they are."""
     (css,) = yaml.safe_load(re.sub('!!.*', '', MKDOCS.read_text()))['extra_css']
     page = f'<style>{(MKDOCS.parent / "docs" / css).read_text()} body {{margin: 0}}</style>'
@@ -297,7 +270,7 @@ def test_long_commands_of_the_docs_wrap(browser: chromium.Page, tmp_path: Path, 
     assert browser.evaluate(f'{code}.height') > 100, 'no line is lost'
 
 
-def test_thousands_of_passes(browser: chromium.Page, tmp_path: Path) -> None:
+def test_thousands_of_passes(browser, tmp_path):
     schedule = build('zb-v', 16, 128)
     costs = Costs.uniform(schedule.placement)
     file = tmp_path / 'large.html'

@@ -6,8 +6,6 @@ anew and look at the picture:
     python tests/unit/render/test_pictures_stay.py [FOLDER that takes the pictures]
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -19,16 +17,13 @@ import matplotlib
 import pytest
 from matplotlib.figure import Figure
 
-from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp import Costs, build, simulate
 from megatron_zbpp.ir.timeline import Timeline
-from megatron_zbpp.render.frontier import frontier_png
+from megatron_zbpp.render.drawing import timeline_text
 from megatron_zbpp.render.html import html
 from megatron_zbpp.render.perfetto import perfetto
-from megatron_zbpp.render.png import loss_png, timeline_png
+from megatron_zbpp.render.png import frontier_png, loss_png, timeline_png
 from megatron_zbpp.render.svg import svg
-from megatron_zbpp.render.text import timeline_text
-from megatron_zbpp.schedules import build
 
 FILE = Path(__file__).with_name('pictures.json')
 

@@ -1,35 +1,40 @@
 """Pictures: what they must show, read back from what was written."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
 import sys
 import xml.etree.ElementTree as ET
+import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
+from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import pytest
 from matplotlib.collections import PolyCollection
 from matplotlib.text import Text
 from oracle import needs
+from orders import by_hand
 
+from megatron_zbpp import Costs, build, draw, simulate
+from megatron_zbpp.analysis.fit_costs import collective_spans
 from megatron_zbpp.analysis.memory import live, peak
-from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import KINDS, Pass, Placement, Schedule
-from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir import KINDS
 from megatron_zbpp.ir.graph import HOST
 from megatron_zbpp.ir.timeline import MEANING, Timeline
-from megatron_zbpp.render import frontier, png, scene
-from megatron_zbpp.render.colours import HUES, colour, ink, legend, stripes
+from megatron_zbpp.render import png, scene
+from megatron_zbpp.render.drawing import time_shown, timeline_text
 from megatron_zbpp.render.html import html, waits
 from megatron_zbpp.render.perfetto import perfetto
 from megatron_zbpp.render.png import loss_png, timeline_png
-from megatron_zbpp.render.scene import bars, held, number, ticks
+from megatron_zbpp.render.scene import HUES, bars, colour, held, ink, legend, number, stripes, ticks
 from megatron_zbpp.render.svg import svg
-from megatron_zbpp.render.text import time_shown, timeline_text
-from megatron_zbpp.schedules import build
+from megatron_zbpp.techniques.vocabulary.place import (
+    in_embedding_shards,
+    in_shards,
+    with_shard_times,
+)
 
 COMM = 0.25
 
@@ -48,16 +53,8 @@ def later(timeline: Timeline, by: float) -> Timeline:
 
 # Colours
 
-# Machado, Oliveira and Fernandes 2009, severity 1, on linear RGB.
-VISIONS = {
-    'full': ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
-    'no red': ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216),
-               (-0.003882, -0.048116, 1.051998)),
-    'no green': ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413),
-                 (-0.011820, 0.042940, 0.968881)),
-    'no blue': ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602),
-                (0.004733, 0.691367, 0.303900)),
-}  # fmt: skip
+# by colour vision: Machado, Oliveira and Fernandes 2009, severity 1, on linear RGB
+VISIONS = json.loads(Path(__file__).with_name('visions.json').read_text())
 TO_XYZ = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
 
 
@@ -79,27 +76,24 @@ def lab(text: str, vision: str) -> list[float]:
 
 
 @pytest.mark.parametrize('vision', VISIONS)
-def test_kinds_differ_for_every_colour_vision(vision: str) -> None:
+def test_kinds_differ_for_every_colour_vision(vision):
     seen = {kind: lab(hue, vision) for kind, hue in HUES.items()}
     for one, other in itertools.combinations(KINDS, 2):
         distance = sum((a - b) ** 2 for a, b in zip(seen[one], seen[other], strict=True)) ** 0.5
         assert distance > 20, (one, other)
 
 
-def test_chunks_are_shades_and_their_ink_is_legible() -> None:
+def test_chunks_are_shades_and_their_ink_is_legible():
     assert colour('F', 0, 4) == HUES['F']
     assert len({colour('F', chunk, 4) for chunk in range(4)}) == 4
     assert ink('#000000') == '#ffffff' and ink('#ffffff') == '#000000'
-
-
-def test_legend_names_what_occurs() -> None:
     fused, split = build('1f1b', 2, 2), build('zb-v', 2, 2)
     assert [text for text, _ in legend([fused])] == ['F: forward', 'BW: whole backward', 'idle']
     assert 'W of the last chunk' in dict(legend([fused, split]))
 
 
 @pytest.mark.parametrize(('v', 'named'), [(2, 2), (3, 3), (4, 4), (6, 3)])
-def test_legend_names_each_shade(v: int, named: int) -> None:
+def test_legend_names_each_shade(v, named):
     """Of up to four chunks; of more the ends, and one for all between them."""
     looped = build('interleaved', 2, 4, num_chunks=v)
     entries = [each for each in legend([looped]) if each[0].startswith('F')]
@@ -112,7 +106,7 @@ def test_legend_names_each_shade(v: int, named: int) -> None:
 # What all pictures share
 
 
-def test_bars_count_from_the_first_start() -> None:
+def test_bars_count_from_the_first_start():
     timeline, _ = simulated('zb-v')
     shifted = bars(later(timeline, 100.0))
     for row, other in zip(bars(timeline), shifted, strict=True):
@@ -121,7 +115,7 @@ def test_bars_count_from_the_first_start() -> None:
 
 
 @pytest.mark.parametrize('name', ['1f1b', 'zb-h2', 'zb-v'])
-def test_memory_curve_peaks_and_ends_empty(name: str) -> None:
+def test_memory_curve_peaks_and_ends_empty(name):
     timeline, costs = simulated(name)
     curves = held(timeline, costs)
     assert tuple(max(amount for _, amount in curve) for curve in curves) == peak(
@@ -132,23 +126,22 @@ def test_memory_curve_peaks_and_ends_empty(name: str) -> None:
         assert curve[-1][1] == pytest.approx(0)
 
 
-def test_memory_curve_rises_with_b_and_within_bw() -> None:
+def test_memory_curve_rises_with_b_and_within_bw():
     """Where more waits for W than F left."""
-    order = map(Pass.parse, '0F0 0BW0 0F1 0B1 0W1'.split())
-    schedule = Schedule.of('x', Placement.loop(1), 2, [order])
+    schedule = by_hand(1, 2, '0F0 0BW0 0F1 0B1 0W1')
     costs = Costs.of((1,), (1,), (2,), activation=(2,), retained=(5,))
     assert held(simulate(schedule, costs), costs) == [[(0, 2), (2, 5), (4, 2), (6, 5), (8, 0)]]
 
 
 @pytest.mark.parametrize('span', [1e-6, 0.07, 1.0, 33.5, 9e8])
-def test_ticks_are_few_round_and_inside(span: float) -> None:
+def test_ticks_are_few_round_and_inside(span):
     marks = ticks(span, 10)
     assert marks[0] == 0 and 3 <= len(marks) <= 12
     assert marks[-1] <= span * (1 + 1e-9) < marks[-1] + 1.01 * marks[1]
     assert ticks(0.0, 10) == [0.0]
 
 
-def test_number_is_short() -> None:
+def test_number_is_short():
     shown = [number(x) for x in (4.0, 26.750000001, 0.1 + 0.2, 1234567.0, 1e-9)]
     assert shown == ['4', '26.75', '0.3', '1234600', '1e-09']
 
@@ -156,17 +149,9 @@ def test_number_is_short() -> None:
 # Text
 
 
-def test_text_is_to_scale() -> None:
-    timeline = simulate(build('zb-h1', 2, 2), Costs.uniform(build('zb-h1', 2, 2).placement))
-    assert timeline_text(timeline).splitlines() == [
-        'rank 0  0F0 0F1 ····0B0 0W0 0B1 0W1',
-        'rank 1  ····1F0 1B0 1F1 1B1 1W0 1W1',
-    ]
-
-
 @pytest.mark.parametrize('width', [20, 80, 120])
 @pytest.mark.parametrize('name', ['1f1b', 'zb-v'])
-def test_text_keeps_its_width(name: str, width: int) -> None:
+def test_text_keeps_its_width(name, width):
     timeline, _ = simulated(name, 12, 40)
     lines = timeline_text(timeline, width).splitlines()
     assert len(lines) == 12 and max(map(len, lines)) <= width
@@ -175,23 +160,12 @@ def test_text_keeps_its_width(name: str, width: int) -> None:
     assert time_shown(timeline, 0) == timeline.makespan
 
 
-def test_uncut_text_names_every_pass() -> None:
-    schedule = build('zb-v', 4, 12)
-    timeline = simulate(schedule, Costs.uniform(schedule.placement))
-    lines = timeline_text(timeline, 0).splitlines()
-    for line, order in zip(lines, schedule.passes, strict=True):
-        assert re.findall(r'\d+[FBW]+\d+', line) == list(map(str, order))
-
-
-def test_text_in_colour_says_the_same() -> None:
+def test_text_in_colour_says_the_same():
     timeline, _ = simulated('zb-v')
     painted = timeline_text(timeline, colours=True)
     assert '\x1b[48;2;31;79;216' in painted
     plain = re.sub(r'\x1b\[[\d;]*m', '', painted)
     assert [x.rstrip() for x in plain.splitlines()] == timeline_text(timeline).splitlines()
-
-
-def test_text_of_passes_that_take_no_time() -> None:
     schedule = build('1f1b', 2, 2)
     free = simulate(schedule, Costs.uniform(schedule.placement, 0, 0, 0))
     assert timeline_text(free).splitlines() == ['rank 0', 'rank 1']
@@ -203,7 +177,7 @@ SVG = '{http://www.w3.org/2000/svg}'
 
 
 @pytest.mark.parametrize('with_memory', [False, True])
-def test_svg_has_every_pass_and_curve(with_memory: bool) -> None:
+def test_svg_has_every_pass_and_curve(with_memory):
     lines, costs = {}, {}
     for name in ('1f1b', 'zb-v'):
         lines[name], costs[name] = simulated(name)
@@ -224,7 +198,7 @@ def test_svg_has_every_pass_and_curve(with_memory: bool) -> None:
     assert ('max 4' in texts) == with_memory
 
 
-def test_idle_time_ends_where_a_schedule_ends() -> None:
+def test_idle_time_ends_where_a_schedule_ends():
     """The shorter of two does not look idle at the end."""
     lines = {name: simulated(name)[0] for name in ('zb-v', '1f1b')}
     root = ET.fromstring(svg(lines))
@@ -232,10 +206,7 @@ def test_idle_time_ends_where_a_schedule_ends() -> None:
     for d, line in zip(idle, lines.values(), strict=True):
         ends = {float(end) for end in re.findall(r'h(\d[\d.]*)', d)}
         assert ends == {float(f'{line.makespan:.7g}')}
-
-
-def test_kinds_differ_without_colours() -> None:
-    """By the stripes at the foot of their bars, in every shade, in the legend, too."""
+    # by the stripes at the foot of their bars, in every shade, in the legend, too
     split, fused = simulated('zb-v')[0], simulated('1f1b')[0]
     assert len({len(stripes(kind, 0, 1)) for kind in KINDS}) == len(KINDS)
     root = ET.fromstring(svg({'zb-v': split, '1f1b': fused}))
@@ -247,7 +218,7 @@ def test_kinds_differ_without_colours() -> None:
 
 
 @pytest.mark.parametrize('width', [600, 1400])
-def test_svg_legend_keeps_to_the_width(width: int) -> None:
+def test_svg_legend_keeps_to_the_width(width):
     """With many kinds in as many lines as it takes, and nothing of it below what follows."""
     lines = {name: copying(name)[0] for name in ('po-h', 'bpipe')} | {'zb-v': simulated('zb-v')[0]}
     entries = legend(line.schedule for line in lines.values())
@@ -263,7 +234,7 @@ def test_svg_legend_keeps_to_the_width(width: int) -> None:
     assert float(first.get('y', 0)) > max(y for *_, y in drawn) + 12
 
 
-def test_svg_escapes_names() -> None:
+def test_svg_escapes_names():
     timeline, _ = simulated('1f1b')
     root = ET.fromstring(svg({'<a & "b">': timeline}))
     assert any((text.text or '').startswith('<a & "b">') for text in root.iter(f'{SVG}text'))
@@ -272,26 +243,8 @@ def test_svg_escapes_names() -> None:
 # PNG
 
 
-def test_png_is_written(tmp_path: Path) -> None:
-    few, _ = simulated('zb-v')
-    many, _ = simulated('1f1b', 8, 8)
-    timeline_png({'few': few}, tmp_path / 'few.png', unit='s')
-    timeline_png({'few': few, 'many': many}, tmp_path / 'both.png')
-    timeline_png({'few': few}, tmp_path / 'few.pdf')
-    loss_png({'megatron': [3.0, 2.0, 1.5], 'zb-v': [3.0, 2.0, 1.5]}, tmp_path / 'loss.png')
-    for file in tmp_path.iterdir():
-        assert file.read_bytes().startswith(b'%PDF' if file.suffix == '.pdf' else b'\x89PNG')
-    heights = [
-        int.from_bytes((tmp_path / name).read_bytes()[20:24], 'big')
-        for name in ('few.png', 'both.png')
-    ]
-    assert heights[1] > heights[0]
-
-
-def test_png_says_what_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_png_says_what_is_drawn(figures, tmp_path):
     """Times, units, ends, both shares of idle time and what they mean; equal curves as such."""
-    figures, make = [], png.new_figure
-    monkeypatch.setattr(png, 'new_figure', lambda *size: figures.append(make(*size)) or figures[-1])
     (few, _), (many, _) = simulated('zb-v'), simulated('1f1b')
     timeline_png({'few': few, 'many': many}, tmp_path / 'a.png', 's', heading='F, B, W = 1, 2, 3')
     upper, lower = figures[0].axes
@@ -315,31 +268,19 @@ def test_png_says_what_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 @pytest.mark.parametrize(('most', 'labelled'), [(24, True), (23, False)])
-def test_png_labels_no_more_than_can_be_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, most: int, labelled: bool
-) -> None:
+def test_png_labels_no_more_than_can_be_read(figures, monkeypatch, tmp_path, most, labelled):
     """Of 2 ranks with 4 microbatches of F, B and W."""
-    schedule = build('zb-h1', 2, 4)
-    figures, make = [], png.new_figure
-    monkeypatch.setattr(png, 'new_figure', lambda *size: figures.append(make(*size)) or figures[-1])
     monkeypatch.setattr(png, '_MOST_LABELS', most)
-    timeline = simulate(schedule, Costs.uniform(schedule.placement))
-    timeline_png({'few': timeline}, tmp_path / 'a.png')
+    timeline_png({'few': simulate(build('zb-h1', 2, 4))}, tmp_path / 'a.png')
     assert bool(figures[0].axes[0].texts) == labelled
 
 
 @pytest.mark.parametrize('baseline', [None, 'slow'])
-def test_png_marks_what_is_saved(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, baseline: str | None
-) -> None:
+def test_png_marks_what_is_saved(figures, tmp_path, baseline):
     """Against the baseline, on each timeline that is shorter; nothing without one."""
-    names = {'slow': '1f1b', 'fast': 'zb-h1'}
-    lines = {}
-    for title, name in names.items():
-        schedule = build(name, 4, 8)
-        lines[title] = simulate(schedule, Costs.uniform(schedule.placement))
-    figures, make = [], png.new_figure
-    monkeypatch.setattr(png, 'new_figure', lambda *size: figures.append(make(*size)) or figures[-1])
+    lines = {
+        title: simulate(build(name, 4, 8)) for title, name in (('slow', '1f1b'), ('fast', 'zb-h1'))
+    }
     timeline_png(lines, tmp_path / 'a.png', baseline=baseline)
     slow, fast = figures[0].axes
     said = [text.get_text() for text in fast.texts if 'saves' in text.get_text()]
@@ -347,9 +288,7 @@ def test_png_marks_what_is_saved(
     assert not any('saves' in text.get_text() for text in slow.texts)
 
 
-def test_png_without_matplotlib_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_png_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
     with pytest.raises(ImportError, match='pip install matplotlib'):
         loss_png({'a': [1.0]}, tmp_path / 'loss.png')
@@ -358,20 +297,11 @@ def test_png_without_matplotlib_says_what_to_install(
 # Bubble against memory
 
 
-def test_labels_do_not_collide(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_labels_do_not_collide(figures, tmp_path):
     """Of twelve schedules, eleven in one corner."""
-    figures = []
-
-    def kept(*size: float):
-        figures.append(png.new_figure(*size))
-        return figures[-1]
-
-    monkeypatch.setattr(frontier, 'new_figure', kept)
     named = {f'schedule {k}': (8.0 + k / 9, 0.05 + k / 900) for k in range(11)}
     planned = {(4.0, 0.3): '', (8.0, 0.05): 'schedule 0', (12.0, 0.04): 'schedule 1'}
-    frontier.frontier_png(
-        planned, named | {'1f1b': (8.0, 0.3)}, tmp_path / 'f.png', 'p = 2', 'bubble'
-    )
+    png.frontier_png(planned, named | {'1f1b': (8.0, 0.3)}, tmp_path / 'f.png', 'p = 2', 'bubble')
     (axes,) = figures[0].axes
     labels = [note for note in axes.texts if note.get_text()]
     said = {note.get_text() for note in labels}
@@ -386,7 +316,7 @@ def test_labels_do_not_collide(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 @pytest.mark.parametrize('name', ['1f1b', 'zb-v'])
-def test_perfetto_passes_arrows_and_counters(name: str) -> None:
+def test_perfetto_passes_arrows_and_counters(name):
     timeline, costs = simulated(name)
     schedule = timeline.schedule
     events = json.loads(perfetto({name: timeline}, {name: costs}))['traceEvents']
@@ -423,21 +353,11 @@ def test_perfetto_passes_arrows_and_counters(name: str) -> None:
     assert tuple(counted) == peak(schedule, costs)
 
 
-def test_perfetto_keeps_timelines_apart() -> None:
-    timeline, _ = simulated('1f1b', 2, 2)
-    events = json.loads(perfetto({'simulated': timeline, 'measured': timeline}))['traceEvents']
-    names = {e['pid']: e['args']['name'] for e in events if e['name'] == 'process_name'}
-    assert names == {
-        0: 'simulated rank 0', 1: 'simulated rank 1', 2: 'measured rank 0', 3: 'measured rank 1',
-    }  # fmt: skip
-    assert len({e['id'] for e in events if e['ph'] == 's'}) == 8
-
-
 # Page (its behaviour: test_html_browser.py)
 
 
 @pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v'])
-def test_waits_are_what_idle_ranks_waited_for(name: str) -> None:
+def test_waits_are_what_idle_ranks_waited_for(name):
     timeline, _ = simulated(name)
     for order, spans, causes in zip(
         timeline.schedule.passes, timeline.spans, waits(timeline), strict=True
@@ -452,7 +372,7 @@ def test_waits_are_what_idle_ranks_waited_for(name: str) -> None:
             free = end
 
 
-def test_page_needs_no_network_and_escapes() -> None:
+def test_page_needs_no_network_and_escapes():
     timeline, costs = simulated('zb-v')
     name = '</script><script>alert(1)</script>'
     page = html({name: timeline}, {name: costs}, title='<b>&', heading='F = 1 <')
@@ -478,9 +398,7 @@ def copying(name: str) -> tuple[Timeline, Costs]:
 
 
 @pytest.mark.parametrize(('name', 'copied'), [('po-h', 4), ('bpipe', 1)])
-def test_copies_have_rows_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, copied: int
-) -> None:
+def test_copies_have_rows_of_their_own(figures, tmp_path, name, copied):
     """Below the passes of their rank, in all pictures; in none two bars lie on each other."""
     timeline, costs = copying(name)
     rows = scene.lanes(timeline)
@@ -492,8 +410,6 @@ def test_copies_have_rows_of_their_own(
     assert [line.split()[0] for line in text] == [row.label.split()[0] for row in rows]
     picture = svg({name: timeline}, {name: costs})
     assert picture.count('>copies</text>') == copied
-    figures, make = [], png.new_figure
-    monkeypatch.setattr(png, 'new_figure', lambda *size: figures.append(make(*size)) or figures[-1])
     timeline_png({name: timeline}, tmp_path / 'a.png')
     (axes,) = figures[0].axes
     labels = [each.get_text() for each in axes.get_yticklabels()]
@@ -520,14 +436,126 @@ def test_copies_have_rows_of_their_own(
             assert lane == -1 or at < len(panel['rows'][lane]['starts'])
 
 
-def test_memory_of_what_is_copied_rises_and_falls_with_the_copies() -> None:
+def test_memory_of_what_is_copied_rises_and_falls_with_the_copies():
     timeline, costs = copying('po-h')
     for curve, most in zip(held(timeline, costs), peak(timeline.schedule, costs), strict=True):
         assert max(amount for _, amount in curve) == most and curve[-1][1] == 0
         assert [time for time, _ in curve] == sorted(time for time, _ in curve)
-
-
-def test_copies_without_a_time_have_no_row() -> None:
     schedule = build('po-h', 4, 8)
     timeline = simulate(schedule, Costs.uniform(schedule.placement))
     assert len(scene.lanes(timeline)) == 4
+
+
+# ---- Drawings in Python: in letters, in a notebook, and as files.
+
+
+SCHEDULE = build('zb-v', 2, 4)
+
+
+def test_in_letters(tmp_path):
+    assert str(draw(SCHEDULE)).splitlines()[0].startswith('rank 0  F0 F1')
+    drawn = draw(SCHEDULE)
+    root = ElementTree.fromstring(drawn._repr_svg_())
+    assert root.tag.endswith('svg')
+    [inside] = re.findall('<iframe srcdoc="([^"]*)" ', drawn._repr_html_())
+    page = tmp_path / 'page.html'
+    drawn.save(page)
+    assert unescape(inside) == page.read_text()
+
+
+def test_drawings_as_files_and_words(tmp_path):
+    begin = {'a.svg': b'<svg', 'b.html': b'<!', 'c.png': b'\x89PNG', 'd.pdf': b'%PDF'}
+    for name, begins in begin.items():
+        draw(SCHEDULE).save(tmp_path / name)
+        assert (tmp_path / name).read_bytes()[:50].lstrip().startswith(begins)
+    with pytest.raises(ValueError, match=r"e\.gif' names no format: end it in \.html, \.svg, "):
+        draw(SCHEDULE).save(tmp_path / 'e.gif')
+    slow = Costs.uniform(SCHEDULE.placement, 2, 2, 2)
+    once = draw(SCHEDULE).timeline.makespan
+    assert draw(SCHEDULE, slow).timeline.makespan == 2 * once
+    assert draw(replace(SCHEDULE, costs=slow)).timeline.makespan == 2 * once
+    assert repr(SCHEDULE) == '<Schedule zb-v: 2 ranks, 4 stages (v), 4 microbatches, 48 passes>'
+
+
+# ---- Collectives of the pipeline: when they can have run, and no arrows beside them.
+
+
+TIMES = {'hidden': 0.3, 'statistics': 0.1, 'vocabulary': 0.2, 'embedding': 0.4, 'tokens': 0.05}
+RANKS, MICROBATCHES, ORIGIN = 2, 4, 5.0
+
+
+@pytest.fixture(scope='module')
+def shards():
+    """ZB-V with both layers on all ranks, which begins at another second than 0."""
+    host = build('zb-v', RANKS, MICROBATCHES)
+    costs = with_shard_times(Costs.uniform(host.placement), host.placement, 0.2)
+    costs = replace(costs, comm=0.25, collectives=TIMES)
+    made = simulate(in_embedding_shards(in_shards(host, costs), costs), costs)
+    spans = tuple(tuple((a + ORIGIN, b + ORIGIN) for a, b in row) for row in made.spans)
+    return replace(made, spans=spans), costs
+
+
+def exchanged(timeline):
+    """Each need that a collective fills, of which pass, and by which."""
+    schedule = timeline.schedule
+    return [
+        (need.message, p, q)
+        for _, p in schedule
+        for need, q in schedule.needs(p)
+        if need.message in schedule.graph.collectives
+    ]
+
+
+@pytest.mark.parametrize('known', [True, False])
+def test_spans_lie_between_those_who_make_and_those_who_take(shards, known):
+    """They are as long as costs say; where these say nothing, until a pass takes the result."""
+    timeline, costs = shards
+    found = collective_spans(timeline, costs if known else None)
+    by = {(each.message, each.microbatch): each for each in found}
+    of, rank_of = timeline.schedule.graph.collectives, timeline.schedule.rank_of
+    assert len(found) == len(by) == len(of) * MICROBATCHES and len(of) == 6
+    first, last = {}, {}
+    for message, p, q in exchanged(timeline):
+        span, (start, _), (_, end) = by[message, q.microbatch], *map(timeline.by_pass.get, (p, q))
+        assert span.operation == of[message].operation and end <= span.start + 1e-9
+        last[span] = max(end, last.get(span, end))
+        if span.operation != 'broadcast' or rank_of(p) != rank_of(q):
+            assert span.end <= start + 1e-9
+            first[span] = min(start, first.get(span, start))
+    assert len(first) == len(last) == len(found)
+    for span in found:
+        before = by.get((of[span.message].after, span.microbatch))
+        assert span.start == (before.end if before else last[span])
+        if known and span.message in TIMES:
+            assert span.end - span.start == pytest.approx(TIMES[span.message])
+        elif span.message != 'statistics':
+            assert span.end == first[span]
+
+
+def test_traces_show_them_on_all_ranks(shards):
+    timeline, costs = shards
+    events = json.loads(perfetto({'zb-v': timeline}, {'zb-v': costs}))['traceEvents']
+    begun, ended = ({(e['name'], e['pid']): e for e in events if e['ph'] == p} for p in 'be')
+    for span in collective_spans(timeline, costs):
+        for rank in range(RANKS):
+            name = f'{span.operation} {span.message} {span.microbatch}', rank
+            start, end = begun.pop(name), ended.pop(name)
+            assert start['id'] == end['id'] and start['cat'] == 'collective'
+            assert start['ts'] == pytest.approx((span.start - ORIGIN) * 1e6)
+            assert end['ts'] == pytest.approx((span.end - ORIGIN) * 1e6)
+    assert not begun and not ended
+    assert len({e['id'] for e in events if 'id' in e}) == sum(e['ph'] in 'sb' for e in events)
+    told = {(str(q), str(p)) for _, p, q in exchanged(timeline)}
+    arrows = {tuple(e['name'].split(' to ')) for e in events if e['ph'] == 's'}
+    assert arrows and not arrows & told, 'messages between two ranks alone'
+
+
+def test_of_slices_each_has_its_own():
+    """Without shards there is none."""
+    assert collective_spans(simulate(build('zb-v', RANKS, MICROBATCHES))) == []
+    host = build('seq1f1b', RANKS, MICROBATCHES, num_slices=2)
+    costs = with_shard_times(Costs.uniform(host.placement), host.placement, 0.2)
+    timeline = simulate(in_shards(host, costs), costs)
+    events = json.loads(perfetto({'': timeline}))['traceEvents']
+    names = {e['name'] for e in events if e['ph'] == 'b'}
+    assert len(names) == 3 * MICROBATCHES * 2 and 'broadcast hidden 3.1' in names

@@ -1,11 +1,9 @@
 """Texts of pictures: none lies on another one, none leaves the canvas."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Iterator
-from itertools import combinations
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
@@ -17,12 +15,10 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.text import Text
 from matplotlib.textpath import TextToPath
 
-from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.render.frontier import frontier_png
-from megatron_zbpp.render.png import bars_png, loss_png, timeline_png
+from megatron_zbpp import Costs, build, simulate
+from megatron_zbpp.render.png import bars_png, frontier_png, loss_png, timeline_png
 from megatron_zbpp.render.svg import svg
-from megatron_zbpp.schedules import build, own_families
+from megatron_zbpp.schedules import own_families
 from scripts import readme_picture
 
 WORDS = 'Eight stages of a model of 70 billion parameters, '
@@ -47,11 +43,12 @@ def require_apart(boxes: list[Box], width: float, height: float) -> None:
         assert box.left >= -1 and box.right <= width + 1, (box, width)
         assert box.low >= -1 and box.high <= height + 1, (box, height)
     boxes = sorted(boxes, key=lambda box: box.low)
-    for one, other in combinations(boxes, 2):
-        if other.low >= one.high - 1:
-            continue
-        apart = one.right - 1 <= other.left or other.right - 1 <= one.left
-        assert apart, (one, other)
+    for at, one in enumerate(boxes, 1):
+        for other in takewhile(
+            lambda each, one=one: each.low < one.high - 1, islice(boxes, at, None)
+        ):
+            apart = one.right - 1 <= other.left or other.right - 1 <= one.left
+            assert apart, (one, other)
 
 
 def drawn(draw: Callable[[Path], None], path: Path) -> list[str]:
@@ -77,9 +74,11 @@ def drawn(draw: Callable[[Path], None], path: Path) -> list[str]:
     return [box.text for box in boxes.values()]
 
 
-def shown(*names: str, p: int = 4, m: int = 8):
-    """Simulate schedules, with copies that take time."""
+@functools.cache
+def shown(case: str):
+    """Simulate the schedules of a case, with copies that take time."""
     timelines, costs = {}, {}
+    names, p, m = CASES[case]
     for name in names:
         made = build(name, p, m)
         one = dict.fromkeys('OLEK', (0.5,) * made.num_stages)
@@ -90,16 +89,15 @@ def shown(*names: str, p: int = 4, m: int = 8):
 
 EVERY = tuple(family.name for family in own_families(every=True))
 CASES = {
-    'one': functools.partial(shown, 'zb-v', p=2, m=2),
-    'usual': functools.partial(shown, '1f1b', 'zb-h1', 'zb-v'),
-    'copies': functools.partial(shown, 'po-h', 'bpipe'),
-    'routes': functools.partial(shown, 'dualpipe', 'hanayo', 'interleaved'),
-    'asynchronous': functools.partial(shown, 'pipedream-2bw', 'slimpipe'),
-    'high': functools.partial(shown, 'zb-v', p=64, m=8),
-    'long': functools.partial(shown, 'zb-v', p=2, m=200),
-    'every': functools.partial(shown, *EVERY, p=8, m=8),
+    'one': (('zb-v',), 2, 2),
+    'usual': (('1f1b', 'zb-h1', 'zb-v'), 4, 8),
+    'copies': (('po-h', 'bpipe'), 4, 8),
+    'routes': (('dualpipe', 'hanayo', 'interleaved'), 4, 8),
+    'asynchronous': (('pipedream-2bw', 'slimpipe'), 4, 8),
+    'high': (('zb-v',), 64, 8),
+    'long': (('zb-v',), 2, 200),
+    'every': (EVERY, 8, 8),
 }
-CASES = {name: functools.cache(case) for name, case in CASES.items()}
 HEADS = [('none', 'usual'), ('short', 'usual'), ('long', 'long'), ('money', 'none')]
 
 
@@ -108,7 +106,7 @@ HEADS = [('none', 'usual'), ('short', 'usual'), ('long', 'long'), ('money', 'non
 def test_png(case, title, heading, tmp_path):
     if case in ('every', 'high') and title != 'money':
         pytest.skip('drawn once: it takes seconds')
-    timelines, _ = CASES[case]()
+    timelines, _ = shown(case)
     head = {'heading': HEADINGS[heading], 'title': TITLES[title]}
     said = drawn(lambda path: timeline_png(timelines, path, 'ms', **head), tmp_path / 'a.png')
     if title != 'none':  # as it is typed, in lines
@@ -117,50 +115,42 @@ def test_png(case, title, heading, tmp_path):
 
 @pytest.mark.parametrize('width', [9.0, 20.0])
 def test_png_of_other_widths(width, tmp_path):
-    timelines, _ = CASES['routes']()
+    """And the picture of README, with a baseline."""
+    drawn(lambda path: readme_picture.draw(str(path)), tmp_path / 'b.png')
+    timelines, _ = shown('routes')
     head = {'heading': HEADINGS['usual'], 'title': TITLES['long'], 'width': width}
     drawn(lambda path: timeline_png(timelines, path, 'ms', **head), tmp_path / 'a.png')
 
 
-def test_png_with_a_baseline(tmp_path):
-    drawn(lambda path: readme_picture.draw(str(path)), tmp_path / 'a.png')
-
-
 @pytest.mark.parametrize('title', TITLES)
 def test_bars(title, tmp_path):
+    """And losses."""
     runs = {name: [1000.0 + k, 1200.5 + k] for k, name in enumerate(['as it is', *EVERY[:5]])}
-    drawn(
-        lambda path: bars_png(runs, ['gain 30.0%?'] * 6, path, TITLES[title] or 'x'),
-        tmp_path / 'a.png',
-    )
-
-
-def test_losses(tmp_path):
+    head, gains = TITLES[title] or 'x', ['gain 30.0%?'] * 6
+    drawn(lambda path: bars_png(runs, gains, path, head), tmp_path / 'a.png')
     curves = {name: [3.0, 2.0, 1.5] for name in EVERY[:3]}
-    drawn(lambda path: loss_png(curves, path), tmp_path / 'a.png')
+    drawn(lambda path: loss_png(curves, path), tmp_path / 'b.png')
 
 
 @pytest.mark.parametrize('title', TITLES)
 def test_frontier(title, tmp_path):
     named = {
         name: (made.makespan % 7 + 1, made.idle_all_ranks)
-        for name, made in CASES['every']()[0].items()
+        for name, made in shown('every')[0].items()
     }
     plans = {(float(k), 0.6 / k): '' for k in range(1, 8)}
     head = '\n'.join(filter(None, [TITLES[title], HEADINGS['usual']]))
     drawn(lambda path: frontier_png(plans, named, path, head, 'bubble'), tmp_path / 'a.png')
 
 
-@functools.cache
-def glyphs() -> TextToPath:
-    return TextToPath()
+GLYPHS = TextToPath()
 
 
 @functools.cache
 def width_of(text: str, size: float, bold: bool) -> float:
     """Return the width of a text in DejaVu Sans, in units of `size`."""
     font = FontProperties('DejaVu Sans', size=size, weight='bold' if bold else 'normal')
-    return glyphs().get_text_width_height_descent(text, font, ismath=False)[0]
+    return GLYPHS.get_text_width_height_descent(text, font, ismath=False)[0]
 
 
 def texts(element: ElementTree.Element, down: float = 0.0) -> Iterator[Box]:
@@ -182,16 +172,19 @@ def texts(element: ElementTree.Element, down: float = 0.0) -> Iterator[Box]:
 
 @pytest.mark.parametrize('case', CASES)
 def test_svg(case):
-    timelines, costs = CASES[case]()
+    timelines, costs = shown(case)
     for title, heading in HEADS:
         for own, unit, width in ((None, '', 1400), (costs, 'ms', 1400), (costs, 'ms', 1100)):
             head = {'heading': HEADINGS[heading], 'title': TITLES[title], 'width': width}
             tree = ElementTree.fromstring(svg(timelines, own, unit, **head))
-            require_apart([box for box in texts(tree) if box.text], *map(float, size_of(tree)))
+            held_apart(tree)
 
 
-def size_of(tree: ElementTree.Element) -> tuple[str, str]:
-    return tree.get('width', ''), tree.get('height', '')
+def held_apart(tree: ElementTree.Element) -> list[str]:
+    """Hold the texts of an SVG apart, and return them."""
+    boxes = [box for box in texts(tree) if box.text]
+    require_apart(boxes, *(float(tree.get(name, '')) for name in ('width', 'height')))
+    return [box.text for box in boxes]
 
 
 def test_svg_of_bytes():
@@ -199,6 +192,4 @@ def test_svg_of_bytes():
     made = build('zb-v', 4, 8)
     costs = Costs.of(*((12.345,) * 8,) * 3, activation=(1.9e10,) * 8, retained=(1.1e10,) * 8)
     tree = ElementTree.fromstring(svg({'a': simulate(made, costs)}, {'a': costs}, 'ms', width=900))
-    found = [box for box in texts(tree) if box.text]
-    assert any(box.text.endswith('GiB') for box in found)
-    require_apart(found, *map(float, size_of(tree)))
+    assert any(text.endswith('GiB') for text in held_apart(tree))

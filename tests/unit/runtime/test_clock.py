@@ -1,11 +1,16 @@
 """CUDA's clock on events that are made up."""
 
+import time
+import timeit
 from unittest import mock
 
 import pytest
 import torch
 
+from megatron_zbpp import Pass
+from megatron_zbpp.ir import F
 from megatron_zbpp.runtime import clock
+from megatron_zbpp.runtime.clock import HostClock, profiled
 
 DEVICE_AHEAD = 0.25  # seconds that the device needs to come to what the host has asked for
 
@@ -54,28 +59,20 @@ def device():
         yield device
 
 
+@pytest.mark.parametrize('amid', [False, True])
 @pytest.mark.parametrize('counting', [False, True])
-def test_seconds_are_the_hosts(device, counting):
-    timing = clock.clock_for(torch.device('cuda'), counting)
-    marks = []
+def test_seconds_are_the_hosts(device, counting, amid):
+    """Also where some are asked for amid an iteration, as before a step of a side task."""
+    timing, marks = clock.clock_for(torch.device('cuda'), counting), []
     for _ in range(3):
         marks.append((device.now + DEVICE_AHEAD, timing.mark()))
-        device.now += 1.0
-    assert not device.synchronised, 'a pass waited for the device'
-    for expected, mark in marks:
+        assert device.synchronised == (amid and len(marks) > 1), 'a pass waited for the device'
+        if amid and len(marks) == 1:
+            assert timing.seconds(marks[0][1]) == pytest.approx(marks[0][0])
+        device.now += 0.0 if amid else 1.0
+    for expected, mark in marks[::-1]:
         assert timing.seconds(mark) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize('counting', [False, True])
-def test_seconds_asked_for_amid_an_iteration(device, counting):
-    """As before a step of a side task: later marks have seconds, too."""
-    timing = clock.clock_for(torch.device('cuda'), counting)
-    first = device.now + DEVICE_AHEAD, timing.mark()
-    assert timing.seconds(first[1]) == pytest.approx(first[0])
-    later = device.now + DEVICE_AHEAD, timing.mark()
-    for expected, mark in (later, first):
-        assert timing.seconds(mark) == pytest.approx(expected)
-    assert device.synchronised == 2, 'once more, for what the device had not come to'
+    assert not amid or device.synchronised == 2, 'once more, for what the device had not come to'
 
 
 def test_bytes_are_counted_on_demand(device):
@@ -85,3 +82,32 @@ def test_bytes_are_counted_on_demand(device):
     assert counting.spare() == 10 + 60 - 50
     host = clock.clock_for(torch.device('cpu'), counting=True)
     assert host.allocated(host.mark()) is None and host.spare() is None
+
+
+# ---- Passes by name in profiles, and what that costs while there is none.
+
+
+PASS = Pass(F, 3, 1)
+
+
+def test_named_while_a_profiler_is_on():
+    with profiled(PASS):
+        torch.ones(1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for p in (PASS, Pass('BW', 0, 12)):
+            with profiled(p):
+                torch.ones(1)
+    names = [event.name for event in profile.events() if event.name.startswith('PP:')]
+    assert names == ['PP:3F1', 'PP:0BW12']
+    # of a pass of one millisecond: what is written down of it, and its range
+    clock, marks, number = HostClock(), [], 10_000
+
+    def trace():
+        start = clock.mark()
+        with profiled(PASS):
+            pass
+        marks.append((start, clock.mark()))
+
+    seconds = min(timeit.repeat(trace, timer=time.process_time, number=number, repeat=5)) / number
+    print(f'{seconds * 1e6:.2f} us a pass')
+    assert seconds < 0.01 * 1e-3

@@ -6,11 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp import Costs, build, simulate
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.runtime.measure import RoundTrip, causal, lead, on_one_clock
-from megatron_zbpp.schedules import build
 
 EPSILON = 1e-9
 delays = st.floats(0, 1)

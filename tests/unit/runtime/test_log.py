@@ -29,15 +29,21 @@ def said(code, folder, **env):
     return done.stderr.splitlines(), done.stdout.splitlines()
 
 
-def test_on_stderr_once(tmp_path):
-    """Whether or not the root logger has a handler, which Megatron gives it."""
-    assert said(SAY, tmp_path) == (BOTH, [])
-    assert said(ROOT_HANDLER + SAY, tmp_path) == (BOTH, [])
-    assert said(f'import megatron_zbpp.runtime.log\n{ROOT_HANDLER}{SAY}', tmp_path) == (BOTH, [])
-
-
-def test_of_the_whole_job_by_the_first_rank(tmp_path):
-    assert said(SAY, tmp_path, RANK='1') == (BOTH[:1], [])
+@pytest.mark.parametrize(
+    ('code', 'env', 'expected'),
+    [
+        ('', {}, BOTH),
+        # whether or not the root logger has a handler, which Megatron gives it
+        (ROOT_HANDLER, {}, BOTH),
+        (f'import megatron_zbpp.runtime.log\n{ROOT_HANDLER}', {}, BOTH),
+        ('', {'RANK': '1'}, BOTH[:1]),  # of the whole job by the first rank
+        ('', {'MEGATRON_ZBPP_LOG_LEVEL': 'warning'}, BOTH[1:]),
+        ('', {'MEGATRON_ZBPP_LOG_LEVEL': 'ERROR'}, []),
+        ('', {'MEGATRON_ZBPP_LOG_LEVEL': 'DEBUG'}, ['megatron_zbpp: a detail', *BOTH]),
+    ],
+)
+def test_on_stderr_once(tmp_path, code, env, expected):
+    assert said(code + SAY, tmp_path, **env) == (expected, [])
 
 
 @pytest.mark.parametrize(('known', 'rank', 'expected'), [(True, 0, 1), (True, 1, 0), (False, 1, 1)])
@@ -53,14 +59,6 @@ def test_the_ranks_are_those_of_the_process_groups(monkeypatch, capsys, known, r
     monkeypatch.setattr(dist, 'get_rank', lambda: rank)
     job_log.error('of the job')
     assert capsys.readouterr().err.count('megatron_zbpp: of the job\n') == expected
-
-
-@pytest.mark.parametrize(
-    ('level', 'expected'),
-    [('warning', BOTH[1:]), ('ERROR', []), ('DEBUG', ['megatron_zbpp: a detail', *BOTH])],
-)
-def test_level_by_the_environment(tmp_path, level, expected):
-    assert said(SAY, tmp_path, MEGATRON_ZBPP_LOG_LEVEL=level) == (expected, [])
 
 
 def test_a_level_that_is_none(tmp_path):

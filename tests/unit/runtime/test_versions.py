@@ -1,21 +1,21 @@
 """Versions of weights, and the calls that number them, without a pipeline."""
 
-from __future__ import annotations
-
+from datetime import timedelta
 from typing import cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from megatron_zbpp.ir import Pass
-from megatron_zbpp.ir.graph import chain
+from megatron_zbpp import Pass
+from megatron_zbpp.ir import chain
+from megatron_zbpp.runtime import compat
 from megatron_zbpp.runtime.endless import EndlessTraining
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.versions import Corrected, OneStorage, Slots
 from megatron_zbpp.techniques.updates.calls import calls_of
-from megatron_zbpp.techniques.updates.graph import updating
 from megatron_zbpp.techniques.updates.orders import without_flush
-from megatron_zbpp.techniques.updates.versions import Updates
+from megatron_zbpp.techniques.updates.versions import Updates, updating
 
 
 def forward(j):
@@ -26,7 +26,7 @@ def backward(j):
     return Pass('BW', 0, j)
 
 
-def test_a_backward_has_the_weights_of_its_forward():
+def test_weights_of_forwards_and_backwards():
     weight = torch.zeros(1, requires_grad=True)
     versions = Slots([weight], 1, None)
 
@@ -46,10 +46,7 @@ def test_a_backward_has_the_weights_of_its_forward():
         versions.before_backward(backward(j))
         graph.backward()
         assert weight.grad is not None and weight.grad.item() == 2 * j
-
-
-def test_a_delay_and_a_step_that_is_skipped():
-    """Version 1 is what version 0 was; forwards of batch b have version b-1."""
+    # version 1 is what version 0 was; forwards of batch b have version b-1
     weight = torch.zeros(1)
     versions = Slots([weight], 2, 1)
     seen = []
@@ -108,17 +105,6 @@ def test_forwards_that_run_again_have_the_versions_that_they_had():
     assert seen == [1, 1, 1, 2]
 
 
-def test_parameters_end_in_the_memory_that_their_optimizer_knows():
-    buffer = torch.zeros(2)
-    weight = buffer[:1]
-    versions = Slots([weight], 1, None, buffered=True)
-    versions.before_forward(forward(0))
-    versions.step(lambda: buffer.add_(1))
-    versions.close()
-    buffer.add_(1)
-    assert weight.item() == 2
-
-
 def test_calls_have_one_step():
     calls = calls_of(without_flush('endless', updating(chain(2), 2), 2))
     training = EndlessTraining()
@@ -151,6 +137,9 @@ def test_steps_of_buffers_are_copied_out_of_them():
     assert weight.item() == 6
     versions.before_backward(backward(1))
     assert weight.item() == 1
+    versions.close()
+    buffer.add_(1)
+    assert weight.item() == 7, 'parameters end in the memory that their optimizer knows'
 
 
 def test_a_step_that_is_taken_when_its_weights_are_needed():
@@ -202,10 +191,7 @@ def test_backwards_on_corrected_weights():
         versions.before_forward(forward(2))
         assert weight.item() == newest
         versions.before_backward(backward(2))
-
-
-def test_corrections_of_batches_that_grow():
-    """The average goes on; from then on forwards are fewer steps late."""
+    # the average goes on; from then on forwards are fewer steps late
     weight = torch.full((1,), 4.0)
     versions = Corrected([weight], [weight], every=1, ahead=2, decay=0.25)
     versions.step(lambda: weight.data.add_(2.0))
@@ -248,3 +234,48 @@ def test_steps_of_a_training_that_goes_on():
     assert not training.warms_up() and training.steps == 5
     training.resume(1)
     assert training.warms_up() and training.steps == 2 and not training.warms_up()
+
+
+# ---- What torch keeps to itself is in the installed release, and does what we take it to do.
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A world of one rank."""
+    store = dist.FileStore(str(tmp_path / 'store'), 1)
+    dist.init_process_group('gloo', store=store, rank=0, world_size=1, timeout=timedelta(seconds=9))
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_backward_and_profiler():
+    leaf = torch.ones(3, requires_grad=True)
+    root = (2 * leaf).sum()
+    compat.run_backward((root,), (torch.ones(()),), False, False, (), True, accumulate_grad=True)
+    assert leaf.grad.tolist() == [2, 2, 2]
+    assert not compat.profiler_enabled()
+    with torch.profiler.profile():
+        assert compat.profiler_enabled()
+
+
+@pytest.mark.parametrize('told', [False, True])
+def test_writes_that_autograd_does_not_see(told):
+    weight = torch.ones(2, requires_grad=True)
+    loss = (weight * weight).sum()
+    with torch.no_grad():
+        if told:
+            weight.mul_(3)
+            with pytest.raises(RuntimeError, match='inplace operation'):
+                loss.backward()
+            return
+        with compat.unseen_by_autograd((weight,)):
+            weight.mul_(3)
+    loss.backward()
+    assert weight.grad.tolist() == [6, 6]
+
+
+def test_group(alone):
+    compat.default_store().set('said by', 'one')
+    assert compat.default_store().get('said by') == b'one'
+    options = compat.group_options(alone, torch.device('cpu'))
+    assert compat.group_timeout(options) == timedelta(seconds=9)

@@ -6,8 +6,6 @@ purpose, write it anew, look at what differs, and say why in the commit:
     python tests/unit/schedules/test_orders_stay.py
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from hashlib import sha256
@@ -15,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zbpp.ir import Placement, Schedule
-from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.schedules import FAMILIES, Family, build
+from megatron_zbpp import Costs, Family, Placement, Schedule, build
+from megatron_zbpp.schedules import FAMILIES
 
 FILE = Path(__file__).with_name('orders.json')
 SIZES = (1, 3), (2, 5), (3, 2), (4, 8), (5, 7)  # ranks and microbatches

@@ -5,19 +5,17 @@ are no formula of one family, and what public generators of others reach, which 
 reach too.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from itertools import product
 from typing import NamedTuple
 
 import pytest
+from published import published
 
+from megatron_zbpp import Costs, build, simulate
 from megatron_zbpp.analysis.memory import peak
-from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.schedules import FAMILIES, Family, Formula, Sizes, build
+from megatron_zbpp.schedules import FAMILIES, Formula, Sizes
 
 RANKS = (2, 3, 4, 5, 6, 7, 8, 9, 16)  # every remainder that a formula knows
 TIMES = ((1, 1, 1), (1, 1.2, 0.8), (2, 3, 1), (4, 4, 3))
@@ -48,7 +46,7 @@ def near(amount: float) -> object:
 
 @families
 @pytest.mark.parametrize('p', [*RANKS[:-1], pytest.param(16, marks=pytest.mark.full)])
-def test_formulas(family: Family, p: int):
+def test_formulas(family, p):
     """Wherever a family promises a number, simulation finds just that, or no more."""
     bubbles = peaks = 0
     for v, m in product(family.chunks[:3], {1, p - 1, p, 2 * p, 3 * p + 1, 4 * ((p + 1) // 2)}):
@@ -71,7 +69,7 @@ def agrees(formula: Formula, sizes: Sizes, found: float) -> bool:
 
 
 @families
-def test_a_formula_says_what_it_computes(family: Family):
+def test_a_formula_says_what_it_computes(family):
     """Its text, read as arithmetic, gives its number."""
     sizes = Sizes(8, 48, family.chunks[:3][-1], 2, 3, 1.5)
     for formula in (family.bubble, family.memory):
@@ -149,22 +147,11 @@ def test_hanayo(p, waves):
         assert facts('hanayo', p, 2 * p, 2).makespan <= 2 * (p - 1) + 0.5
 
 
-# Idle time of the worst window, and peak memory, of the public generators of others.
-OTHERS = {
-    ('1f1b', None): [(9, 4), (21, 8), (21, 8), (45, 16)],
-    ('1f1b-v', None): [(7.5, 3), (16.5, 6), (16.5, 6), (37.5, 11)],
-    ('interleaved', 2): [(4.5, 5.5), (10.5, 11.5), (10.5, 11.5), (22.5, 23.5)],
-    ('zb-1p', None): [(3, 4), (7, 8), (7, 8), (15, 16)],
-    ('zb-2p', None): [(0, 8), (0, 16), (0, 16), (0, 32)],
-    ('zb-v', None): [(0, 4), (0, 8), (0, 8), (0, 16)],
-    ('v-half', None): [(2.5, 3), (8.5, 5), (8.5, 5)],
-    ('v-min', None): [(5.5, 2), (13.5, 4), (13.5, 4)],
-}
-
-
-@pytest.mark.parametrize(('name', 'v'), OTHERS)
-def test_as_good_as_the_public_generators(name, v):
-    for (p, m), (window, held) in zip([(4, 8), (8, 16), (8, 32), (16, 32)], OTHERS[name, v]):  # noqa: B905
+@pytest.mark.parametrize(
+    ('name', 'v', 'others'), published(__file__, 'public generators of others')
+)
+def test_as_good_as_the_public_generators(name, v, others):
+    for (p, m), (window, held) in zip([(4, 8), (8, 16), (8, 32), (16, 32)], others):  # noqa: B905
         got = facts(name, p, m, v)
         assert got.window <= window
         assert got.peak <= held

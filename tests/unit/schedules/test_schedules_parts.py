@@ -1,7 +1,5 @@
 """What the families are made of: orders, drafts, list scheduling, building blocks; by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -9,24 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import needs
 
-from megatron_zbpp.analysis.checker import check
+from megatron_zbpp import Costs, Pass, Placement, Schedule, check, simulate
 from megatron_zbpp.analysis.memory import peak
-from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import BW, B, F, Pass, Phase, Placement, Schedule, W
-from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.schedules.construct.building_blocks import (
-    orders,
-    repeat,
-    tighten,
-    with_weights,
-    without_weights,
-)
+from megatron_zbpp.ir import BW, B, F, Phase, W
+from megatron_zbpp.schedules.construct.building_blocks import orders, repeat, tighten, with_weights
 from megatron_zbpp.schedules.construct.draft import Draft, list_schedule
 from megatron_zbpp.schedules.construct.phases import (
-    chunk_by_chunk,
     even_groups,
     first_microbatches,
-    one_forward_one_backward,
     phases,
     split_one_forward_one_backward,
 )
@@ -38,30 +26,6 @@ def passes(text: str) -> list[Pass]:
 
 def flat(found: list[Phase]) -> list[Pass]:
     return [p for phase in found for p in phase.passes]
-
-
-@pytest.mark.parametrize(
-    ('ahead', 'order'),
-    [
-        (0, '0F0 0BW0 0F1 0BW1 0F2 0BW2'),
-        (1, '0F0 0F1 0BW0 0F2 0BW1 0BW2'),
-        (9, '0F0 0F1 0F2 0BW0 0BW1 0BW2'),
-    ],
-)
-def test_one_forward_one_backward(ahead, order):
-    assert flat(one_forward_one_backward([0], [3], ahead)) == passes(order)
-
-
-@pytest.mark.parametrize(
-    ('defer', 'order'),
-    [
-        (0, '0F0 1F0 1B0 1W0 0B0 0W0'),
-        (1, '0F0 1F0 1B0 0B0 1W0 0W0'),
-        (5, '0F0 1F0 1B0 0B0 1W0 0W0'),
-    ],
-)
-def test_weights_deferred(defer, order):
-    assert flat(split_one_forward_one_backward([0, 1], [1], 0, defer)) == passes(order)
 
 
 @given(
@@ -85,7 +49,7 @@ def test_no_more_than_so_many_weights_wait(chunks, groups, ahead, defer):
         assert order[at[p] + 1] == backwards[number]._replace(kind=W)
 
 
-def test_phases_leave_out_what_has_come_to_its_end():
+def test_phases():
     """One table for any number of microbatches; no row runs less than never."""
     table = [
         (2, 'F0', 'a'), (-1, 'F1', 'never'), (9, 'F1 F0 B1', 'b'), (2, 'W1 B0', 'c'), (2, 'W0', 'd')
@@ -94,25 +58,7 @@ def test_phases_leave_out_what_has_come_to_its_end():
     assert [phase.label for phase in found] == ['a', 'b', 'c', 'd']
     assert flat(found) == passes('0F0 0F1 3F0 3B0 3F1 3B1 3W0 0B0 3W1 0B1 0W0 0W1')
     assert flat(first_microbatches(found, 1)) == passes('0F0 3F0 3B0 3W0 0B0 0W0')
-
-
-@pytest.mark.parametrize(
-    ('table', 'says'),
-    [
-        ([(2, 'F', ''), (1, 'BW', '')], 'ends before 0B1'),
-        ([(2, 'F B', ''), (1, 'W', '')], 'ends before 0W1'),
-        ([(2, 'F1 BW1', '')], "'F1' names no pass of a rank with 1 chunks"),
-        ([(2, 'F X', '')], "'X' names no pass"),
-        ([(2, 'F B W W0', '')], 'W and W0 in one table'),
-    ],
-)
-def test_a_table_of_phases_is_refused(table, says):
-    with pytest.raises(ValueError, match=says):
-        phases([0], 2, table)
-
-
-def test_phases_are_names_and_no_more():
-    """They tell people what a pass is about; a schedule with others is the same schedule."""
+    # they tell people what a pass is about; a schedule with others is the same schedule
     table = [(1, 'F', 'up'), (1, 'BW', 'down')]
     schedule = Schedule.of('s', Placement.loop(2), 1, [phases([r], 1, table) for r in range(2)])
     assert schedule.phases == (((0, 'up'), (1, 'down')),) * 2
@@ -132,11 +78,6 @@ def test_even_groups(m, size):
     assert sizes[0] - sizes[-1] <= 1
     assert min(sizes) >= min(m, size)
     assert len(sizes) == max(1, m // size)
-
-
-def test_chunk_by_chunk():
-    assert chunk_by_chunk(F, (1, 3), [2, 1]) == passes('1F0 1F1 3F0 3F1 1F2 3F2')
-    assert chunk_by_chunk(B, (1, 3), [2], first=4) == passes('3B4 3B5 1B4 1B5')
 
 
 def test_a_draft_keeps_the_time():
@@ -187,44 +128,6 @@ def test_list_scheduling_takes_any_preference(p, m, v, data):
     costs = Costs.uniform(placement, *([v] * 3))  # so that F, B and W of a stage take 1
     check(schedule, memory_limit=limit, costs=costs)
     assert simulate(schedule, costs).makespan == pytest.approx(draft.makespan)
-
-
-def test_list_scheduling_puts_weights_in_gaps():
-    lanes = [[passes('0F0 0F1 0B0 0B1')], [passes('1F0 1B0 1F1 1B1')]]
-    draft = list_schedule(Placement.loop(2), 2, lanes)
-    assert draft.orders[0] == passes('0F0 0F1 0B0 0W0 0B1 0W1')
-    assert draft.orders[1] == passes('1F0 1B0 1F1 1B1 1W0 1W1')
-
-
-def test_list_scheduling_refuses_a_limit_that_stops_it():
-    lanes = [[passes('0F0 0F1 0B0 0B1')]]
-    with pytest.raises(ValueError, match=r'memory_limit 1\.5 is too small'):
-        list_schedule(Placement.loop(1), 2, lanes, memory_limit=1.5)
-
-
-def test_repeat_and_orders():
-    placement = Placement.loop(2)
-    slots = repeat({(F, 0): 0, (F, 1): 1, (BW, 1): 2, (BW, 0): 4}, interval=3, num_microbatches=2)
-    assert slots[Pass(BW, 0, 1)] == 7
-    assert orders(slots, placement) == [passes('0F0 0F1 0BW0 0BW1'), passes('1F0 1BW0 1F1 1BW1')]
-
-
-def test_weights_take_the_first_free_slot():
-    slots = {Pass(F, 0, 0): 0, Pass(B, 0, 0): 1, Pass(F, 0, 1): 2, Pass(B, 0, 1): 4}
-    full = with_weights(slots, Placement.loop(1))
-    assert (full[Pass(W, 0, 0)], full[Pass(W, 0, 1)]) == (3, 5)
-    assert without_weights(full) == slots
-
-
-@pytest.mark.parametrize(
-    ('limit', 'moved'), [(1, '0F0 0 0BW0 3 0F1 5 0BW1 6'), (2, '0F0 0 0BW0 3 0F1 1 0BW1 5')]
-)
-def test_a_forward_moves_up_within_the_limit(limit, moved):
-    """Until slot 5 the first microbatch is held: a second one before makes two."""
-    slots = {Pass(F, 0, 0): 0, Pass(BW, 0, 0): 3, Pass(F, 0, 1): 6, Pass(BW, 0, 1): 8}
-    words = moved.split()
-    expected = {Pass.parse(p): int(slot) for p, slot in zip(words[::2], words[1::2], strict=True)}
-    assert tighten(slots, Placement.loop(1), limit, start=4) == expected
 
 
 @settings(max_examples=100)

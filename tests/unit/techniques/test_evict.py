@@ -1,20 +1,26 @@
-"""Activations on a partner, whatever the order: within the limit, proven, and no pass moves."""
+"""Activations on a partner, whatever the order: within the limit, proven, and no pass moves.
 
-from __future__ import annotations
+BPipe: both of a pair at the bound, with as few evictions as were derived.
+"""
 
 import pytest
 from oracle import programs_always_end
+from orders import without
+from published import published
 
-from megatron_zbpp.analysis.checker import check
+from megatron_zbpp import Costs, Pass, Schedule, build, check, simulate
+from megatron_zbpp.analysis.deadlock import DeadlockError, Rule, prove
 from megatron_zbpp.analysis.memory import peak
-from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import Pass, Placement, Schedule, Together
-from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.schedules import build, names
+from megatron_zbpp.analysis.program import Receive, Send
 from megatron_zbpp.techniques.base import with_copies
-from megatron_zbpp.techniques.evict.place import bound, with_eviction
-from megatron_zbpp.techniques.offload.place import with_offload
-from megatron_zbpp.techniques.recompute.place import with_recomputation
+from megatron_zbpp.techniques.evict import b_pipe, bound, with_eviction
+from megatron_zbpp.techniques.offload import with_offload
+from megatron_zbpp.techniques.recompute import with_recomputation
+
+
+def evictions(schedule: Schedule) -> list[int]:
+    """Of each rank."""
+    return [sum(q.kind == 'E' for q in order) for order in schedule.passes]
 
 
 def evicted(schedule: Schedule, limits, costs: Costs | None = None, stages=None) -> Schedule:
@@ -22,73 +28,21 @@ def evicted(schedule: Schedule, limits, costs: Costs | None = None, stages=None)
     return with_eviction(schedule, stages or range(schedule.num_stages), costs, limits)
 
 
-def others(schedule: Schedule) -> tuple[tuple[Pass, ...], ...]:
-    return tuple(tuple(p for p in order if p.kind not in 'EK') for order in schedule.passes)
-
-
-# 2bp holds the most behind its last B, for W: none of that can leave
-@pytest.mark.parametrize('name', [name for name in names(plain=True) if name != '2bp'])
-def test_any_schedule(name):
-    """The first rank may hold less than it would: it may run, by all rules, and holds less.
-
-    That is so for whatever is away from behind the pass after its F to the one before B.
-    """
-    plain = build(name, 4, 8)
-    costs = Costs.uniform(plain.placement)
-    before = peak(plain, costs)
-    limits = [0.75 * before[0], *(before[1:])]
-    schedule = evicted(plain, limits)
-    check(schedule)
-    assert others(schedule) == plain.passes
-    assert {plain.rank_of(p) for _, p in schedule if p.kind in 'EK'} <= {0}
-    after = peak(schedule, costs)
-    assert after[1:3] == before[1:3] and after[0] <= before[0]
-    if any(p.kind == 'E' for _, p in schedule):
-        assert after[0] < before[0] and after[3] > before[3]
-        assert simulate(schedule, costs).makespan == simulate(plain, costs).makespan
-
-
-@pytest.mark.parametrize(('p', 'm'), [(4, 8), (6, 12), (8, 16), (8, 17), (12, 24)])
-def test_it_is_as_good_as_the_rule_for_one_f_one_b(p, m):
-    """BPipe's bound on both of a pair, and no more evictions."""
-    plain = build('1f1b', p, m)
-    schedule = evicted(plain, [float(bound(p))] * p)
-    check(schedule)
-    assert max(peak(schedule, Costs.uniform(plain.placement))[: p // 2]) <= bound(p)
-    known = sum(q.kind == 'E' for _, q in build('bpipe', p, m))
-    assert 0 < sum(q.kind == 'E' for _, q in schedule) <= known
-
-
-# by ranks: evictions at m = p, 2p, 3p + 1, the least that two rules of our own needed before
-FEWEST = {
-    4: (2, 4, 6),
-    5: (1, 3, 5),
-    6: (4, 10, 15),
-    7: (3, 8, 13),
-    8: (7, 17, 28),
-    10: (11, 26, 43),
-    12: (16, 39, 61),
-    14: (22, 51, 84),
-    16: (29, 67, 108),
-}
-
-
-@pytest.mark.parametrize('p', FEWEST)
-def test_all_ranks_meet_the_bound_of_bpipe(p):
-    """In 27 sizes, partners included, with no more evictions than were known to do."""
-    for m, fewest in zip((p, 2 * p, 3 * p + 1), FEWEST[p], strict=True):
+@pytest.mark.parametrize('row', published(__file__, 'evictions of any order'), ids=str)
+def test_all_ranks_meet_the_bound_of_bpipe(row):
+    """In 27 sizes, partners included, with no more evictions than were known to do, or BPipe's."""
+    p, *counts = row
+    for m, fewest in zip((p, 2 * p, 3 * p + 1), counts, strict=True):
         schedule = evicted(build('1f1b', p, m), [float(bound(p))] * p)
         check(schedule)
         assert max(peak(schedule, Costs.uniform(schedule.placement))) <= bound(p), m
-        assert sum(q.kind == 'E' for _, q in schedule) <= fewest, m
-
-
-def test_nothing_moves_where_there_is_room():
-    plain = build('zb-v', 4, 8)
-    assert evicted(plain, [4.0] * 4) is plain
+        assert sum(evictions(schedule)) <= min(fewest, sum(evictions(b_pipe(p, m)))), m
 
 
 def test_the_rank_in_the_middle_is_its_own_partner():
+    """And nothing moves where there is room."""
+    plain = build('zb-v', 4, 8)
+    assert evicted(plain, [4.0] * 4) is plain
     plain = build('gpipe', 5, 8)
     schedule = evicted(plain, [4.0] * 5)
     check(schedule)
@@ -118,9 +72,6 @@ def test_beside_what_runs_again_and_what_is_on_the_host():
     assert {p.kind for _, p in schedule} >= {*'ROLEK'}
     assert {p.stage for _, p in schedule if p.kind == 'E'} == {0}
     assert peak(schedule, costs)[0] < held[0]
-
-
-def test_of_what_runs_again_it_is_the_input():
     plain = build('gpipe', 2, 6)
     costs = Costs.uniform(plain.placement).with_amounts(input=(0.25, 0.25))
     schedule = with_eviction(with_recomputation(plain, [0], costs), [0], costs, [1.75, 9.0])
@@ -129,13 +80,78 @@ def test_of_what_runs_again_it_is_the_input():
     assert peak(schedule, costs)[0] <= 1.75 < peak(with_recomputation(plain, [0], costs), costs)[0]
 
 
-def test_passes_that_run_as_one_stay_so():
-    first = [*(Pass('F', 0, k) for k in range(5)), Together((Pass('F', 0, 5), Pass('BW', 0, 0)))]
-    first += [Pass('BW', 0, k) for k in range(1, 6)]
-    second = [q for k in range(6) for q in (Pass('F', 1, k), Pass('BW', 1, k))]
-    plain = Schedule.of('by twos', Placement.loop(2), 6, [first, second])
-    schedule = evicted(plain, [5.0, 9.0])
-    check(schedule)
-    assert any(p.kind == 'E' for _, p in schedule)
-    joined = {schedule.passes[rank][at : at + 2] for rank, at in schedule.together}
-    assert joined == {(Pass('F', 0, 5), Pass('BW', 0, 0))}
+# ---- BPipe: both of a pair at the bound, with as few evictions as were derived.
+
+
+@pytest.mark.parametrize('row', published(__file__, 'BPipe'), ids=str)
+def test_evictions(row):
+    p, *counts = row
+    for k, expected in zip((1, 2, 4), counts, strict=True):
+        assert evictions(b_pipe(p, k * p))[: p // 2] == expected
+
+
+@pytest.mark.parametrize('p', [1, 2, 3, 4, 5, 6, 7, 8, 12])
+def test_both_of_a_pair_are_at_the_bound(p):
+    """A partner is charged its own most, and the most that it ever stores."""
+    for m in {1, p, 2 * p, 2 * p + 1}:
+        schedule, plain = b_pipe(p, m), build('1f1b', p, m)
+        check(schedule)
+        costs = Costs.uniform(schedule.placement)
+        held = peak(schedule, costs)
+        assert max(held) <= bound(p)
+        for rank in range(p // 2):
+            if evictions(schedule)[rank]:
+                partner = p - 1 - rank
+                assert held[rank] == bound(p) and held[partner] > peak(plain, costs)[partner]
+        assert simulate(schedule, costs).makespan == simulate(plain, costs).makespan
+        assert without(schedule, 'EK') == plain.passes
+
+
+@pytest.mark.parametrize('p', [4, 5, 8])
+def test_what_is_saved_goes_to_the_partner_and_back(p):
+    """Sent right behind the forward, taken back before the pass that takes memory for it."""
+    schedule = b_pipe(p, 2 * p)
+    programs = check(schedule).programs
+    for rank, program in enumerate(programs):
+        partner = programs[p - 1 - rank]
+        for i in (i for i in program if isinstance(i, Send) and i.saved):
+            received = Receive(i.producer, i.consumer, rank, saved=True)
+            assert i.peer == p - 1 - rank and received in partner
+            if i.consumer.kind == 'E':
+                assert program.index(i) > program.index(i.producer)
+                assert i.producer.kind == 'F' and program.index(i) < program.index(i.consumer)
+            else:
+                assert partner.index(received) + 1 == partner.index(i.consumer)
+        sent = [i for i in program if isinstance(i, Send) and i.saved and i.consumer.kind == 'E']
+        assert len(sent) == evictions(schedule)[rank]
+
+
+@pytest.mark.parametrize('p', [4, 5, 6, 8, 12])
+def test_programs_hold_no_more(p):
+    """Own activations, and those that are kept for the partner, in the order of each program."""
+    for m in (p, 2 * p + 1):
+        for program in check(b_pipe(p, m)).programs:
+            held = kept = 0
+            for i in program:
+                if isinstance(i, Pass):
+                    held += {'F': 1, 'K': 1, 'E': -1, 'BW': -1}[i.kind]
+                elif isinstance(i, Receive) and i.saved:
+                    kept += i.consumer.kind == 'E'
+                elif isinstance(i, Send) and i.saved:
+                    kept -= i.consumer.kind == 'K'
+                assert held + kept <= bound(p)
+
+
+def test_a_partner_that_posts_late_is_a_deadlock():
+    """The proof knows connections of what is saved."""
+    programs = list(check(b_pipe(4, 4)).programs)
+    late = [i for i in programs[3] if isinstance(i, Receive) and i.saved]
+    programs[3] = (*(i for i in programs[3] if i not in late), *late)
+    with pytest.raises(DeadlockError, match=r'rank 0 waits at send\(what 0F1 saved to rank 3\)'):
+        prove(programs, Rule.RENDEZVOUS)
+
+
+@pytest.mark.parametrize('rules', [{}, {'synchronises': True}, {'in_order': True}])
+def test_whatever_rank_of_bpipe_acts_next_it_ends(rules):
+    """By looking at every state that four ranks can reach."""
+    assert programs_always_end(check(b_pipe(4, 4)).programs, **rules)

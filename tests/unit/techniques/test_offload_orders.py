@@ -1,33 +1,35 @@
 """PipeOffload: the paper's order, the comb of copies, and memory that holds whatever times are."""
 
-from __future__ import annotations
-
+import itertools
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
+from grids import grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from orders import by_hand, without
+from published import published
 
-from megatron_zbpp.analysis.checker import ScheduleError, check
+from megatron_zbpp import Costs, Pass, Placement, Schedule, build, check, simulate
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.analysis.program import Begin
-from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import Pass, Placement, Schedule, Together
-from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.schedules import build
-from megatron_zbpp.schedules.pipe_offload import po
+from megatron_zbpp.ir import BW, chain
+from megatron_zbpp.ir.graph import R
 from megatron_zbpp.techniques.base import copy_ratio, with_copies
-from megatron_zbpp.techniques.offload.graph import offload
-from megatron_zbpp.techniques.offload.place import (
+from megatron_zbpp.techniques.evict import bound
+from megatron_zbpp.techniques.offload import (
     Comb,
+    offload,
     offloaded,
+    po,
     po_f,
     po_h,
     transfers,
     with_transfers,
 )
-from megatron_zbpp.techniques.recompute.graph import recompute
+from megatron_zbpp.techniques.recompute import recompute, recomputed
 
 
 def copying(num_stages: int, k: float) -> Costs:
@@ -37,30 +39,25 @@ def copying(num_stages: int, k: float) -> Costs:
     return Costs.of(ones, ones, ones, times=copies)
 
 
-# p, v: bubble and peak of PO as it stands, bubble on its grid; peaks in chunks of PO-H at k = .5
-# and 1, of PO-F at both, and on the host if that is freed after B (ours is before)
-ROWS = {
-    (4, 2): (9, 7, 24, (3, 4), (2, 4), (5, 7)),
-    (4, 4): (18, 11, 42, (4, 5), (3, 4), (8, 11)),
-    (8, 2): (23, 13, 48, (5, 6), (2, 4), (9, 13)),
-    (8, 3): (34, 16, 63, (4, 5), (3, 4), (14, 16)),
-    (8, 4): (41, 23, 102, (8, 9), (2, 4), (17, 23)),
-    (8, 5): (56, 24, 105, (6, 8), (3, 4), (20, 24)),
-    (16, 2): (51, 25, 96, (9, 10), (3, 4), (17, 25)),
-    (16, 3): (74, 32, 135, (7, 8), (3, 4), (27, 32)),
-}
+ROWS = published(__file__, 'PipeOffload')
 
 
 @pytest.mark.parametrize(
-    'row', [*list(ROWS)[:-1], pytest.param((16, 3), marks=pytest.mark.full)], ids=str
+    'row', [*ROWS[:-1], pytest.param(ROWS[-1], marks=pytest.mark.full)], ids=str
 )
 def test_numbers_of_the_paper(row):
-    (p, v), (bubble, held, on_grid, halves, fulls, hosts) = row, ROWS[row]
+    """Of PO, PO-H and PO-F; and of GIS and GIS-H, to which it is compared."""
+    p, v, bubble, held, on_grid, halves, fulls, hosts = row
     work = 3 * v * 2 * p
-    plain = po(p, 2 * p, v)
     costs = copying(p * v, 1)
-    timeline = simulate(plain, costs)
-    assert (timeline.makespan - work, max(peak(plain, costs))) == (bubble, held)
+
+    def found(schedule: Schedule) -> tuple[float, float]:
+        return simulate(schedule, costs).makespan - work, max(peak(schedule, costs))
+
+    assert found(po(p, 2 * p, v)) == (bubble, held)
+    gis, gis_h = (build(name, p, 2 * p, num_chunks=v) for name in ('gis', 'gis-h'))
+    assert found(gis) == (2 * (p - 1), p * v)
+    assert found(gis_h) == (2 * (p - 1) + (v - 1) * p // 2, p * (v + 1) // 2)
     for make, peaks, host in ((po_h, halves, hosts[0]), (po_f, fulls, hosts[1])):
         for k, expected in zip((0.5, 1), peaks, strict=True):
             costs = copying(p * v, k)
@@ -69,19 +66,6 @@ def test_numbers_of_the_paper(row):
             assert host - 2 <= max(map(max, live(schedule, costs, 'host'))) <= host
             # between what order alone takes and the grid with idle slots idle
             assert bubble <= simulate(schedule, costs).makespan - work <= on_grid
-
-
-@pytest.mark.parametrize(('p', 'v'), ROWS)
-def test_what_it_is_compared_with(p, v):
-    """GIS and GIS-H: bubble and memory beside those of the table."""
-    costs = copying(p * v, 1)
-    for name, expected in (
-        ('gis', (2 * (p - 1), p * v)),
-        ('gis-h', (2 * (p - 1) + (v - 1) * p // 2, p * (v + 1) // 2)),
-    ):
-        schedule = build(name, p, 2 * p, num_chunks=v)
-        bubble = simulate(schedule, costs).makespan - 3 * v * 2 * p
-        assert (bubble, max(peak(schedule, costs))) == expected
 
 
 @pytest.mark.parametrize('v', range(1, 6))
@@ -116,12 +100,9 @@ def test_memory_holds_whatever_the_times_are(data):
     numbers = st.sampled_from([0.1, 0.5, 1.0, 3.0])
     p, v = data.draw(st.sampled_from([(2, 2), (3, 2)]))
     schedule = po_f(p, data.draw(st.integers(1, 8)), v)
-    drawn = {
-        kind: tuple(data.draw(numbers) for _ in range(p * v)) for kind in ('F', 'B', 'W', 'O', 'L')
-    }
-    forward, backward, weight = (drawn[kind] for kind in 'FBW')
-    copies = {kind: drawn[kind] for kind in 'OL'}
-    costs = Costs.of(forward, backward, weight, 0.2, times=copies)
+    drawn = {kind: tuple(data.draw(numbers) for _ in range(p * v)) for kind in 'FBWOL'}
+    ones = (1.0,) * (p * v)
+    costs = Costs.of(ones, ones, ones, 0.2).with_times(**drawn)
     timeline = simulate(schedule, costs)
     for order, spans, most in zip(
         schedule.passes, timeline.spans, peak(schedule, costs), strict=True
@@ -141,19 +122,6 @@ def test_offload_of_po_is_the_papers(amount, make):
     moved = offloaded(build('po', 4, 8), amount)
     assert moved.passes == make(4, 8).passes
     assert moved.name == f'po + offload {amount}'
-
-
-@pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v', 'interleaved', 'dualpipe-v', 'gpipe'])
-def test_offload_of_any_schedule(name):
-    """Valid, no pass is lost or moved; no rank holds more, and less with W right behind B."""
-    plain = build(name, 4, 12)
-    moved = offloaded(plain, 'all')
-    check(moved)
-    stay = tuple(tuple(p for p in order if p.kind not in 'OL') for order in moved.passes)
-    assert stay == plain.passes
-    costs = Costs.uniform(plain.placement)
-    less = max(peak(plain, costs)) - max(peak(moved, costs))
-    assert less > 0 if name in ('1f1b', 'interleaved') else less >= 0
 
 
 @pytest.mark.parametrize('k', [0.3, 1.0, 1.5, 2.0, 3.0])
@@ -180,49 +148,14 @@ def test_what_is_never_free_stays():
     assert not [p for _, p in offloaded(plain, 'auto', costs) if p.kind in 'OL']
 
 
-def test_passes_together_stay_together():
-    orders = ['0F0 0F1 0F2 0F3', '1F0']
-    first = [Pass.parse(text) for text in orders[0].split()]
-    both = Together((Pass.parse('0F4'), Pass.parse('0BW0')))
-    rest = [Pass.parse(f'0BW{k}') for k in range(1, 5)]
-    schedule = Schedule.of('by twos', Placement.loop(1), 5, [[*first, both, *rest]])
-    moved = offloaded(schedule, 'all', ratio=0.2)
-    check(moved)
-    order = moved.passes[0]
-    ((_rank, at),) = moved.together
-    assert order[at : at + 2] == both.passes and any(p.kind == 'O' for p in order)
-
-
-@pytest.mark.parametrize(
-    ('amount', 'says'),
-    [
-        (0, 'offload of 0: give'),
-        ('some', "'some': give 'half'"),
-        (3, 'a rank has 2'),
-        (True, 'True'),
-    ],
-)
-def test_amounts_that_make_no_sense(amount, says):
-    with pytest.raises(ValueError, match=says):
-        offloaded(build('zb-v', 2, 4), amount)
-
-
-def test_offload_is_asked_for_once():
-    with pytest.raises(ValueError, match=r'offload: .* has offload already, and it is'):
-        offloaded(offloaded(build('zb-v', 2, 4), 'all'), 'all')
-    with pytest.raises(ValueError, match='give more than 0'):
-        offloaded(build('zb-v', 2, 4), 'all', ratio=0)
-
-
 def test_copies_in_their_order():
     """One stream: out behind its F, but not before the copy in that its order has before it."""
     schedule = po_f(4, 8)
     for rank, program in enumerate(lower(schedule)):
         copies = [p for p in schedule.passes[rank] if p.kind in 'OL']
-        begun = [i.leaving if isinstance(i, Begin) else i for i in program]
         begun = [
-            p
-            for i, p in zip(program, begun, strict=True)
+            i.leaving if isinstance(i, Begin) else i
+            for i in program
             if isinstance(i, Begin) or (isinstance(i, Pass) and i.kind == 'L')
         ]
         assert begun == copies
@@ -233,56 +166,29 @@ def test_copies_in_their_order():
 
 
 def test_copies_and_passes_wait_for_each_other():
-    graph = offload(Schedule.of('', Placement.loop(1), 1, [[]]).graph, [0])
-    order = map(Pass.parse, '0F0 0F1 0O0 0F2 0L0 0B0 0W0 0B1 0W1 0B2 0W2'.split())
-    schedule = Schedule.of('by hand', Placement.loop(1), 3, [order], graph)
+    order = '0F0 0F1 0O0 0F2 0L0 0B0 0W0 0B1 0W1 0B2 0W2'
+    schedule = by_hand(1, 3, order, graph=offload(chain(1), [0]))
     check(schedule)
     ones = (1.0,)
     costs = Costs.of(ones, ones, ones, times={'O': (2.5,), 'L': (0.5,)})
-    spans = dict(zip(map(str, schedule.passes[0]), simulate(schedule, costs).spans[0], strict=True))
+    spans = {str(p): span for p, span in simulate(schedule, costs).by_pass.items()}
     assert spans['0O0'] == (1, 3.5)  # from the end of its F on, beside the next
     assert spans['0F2'] == (3.5, 4.5)  # has waited for the place
     assert spans['0L0'] == (4.5, 5)  # its place is behind F2
     assert spans['0B0'] == (5, 6)
-
-
-@pytest.mark.parametrize(
-    ('order', 'says'),
-    [
-        ('0F0 0O0 0BW0', 'never does the load of microbatch 0'),
-        ('0F0 0L0 0BW0', 'never does the offload of microbatch 0'),
-        ('0F0 0O0 0BW0 0L0', '0BW0 on rank 0 comes before 0L0'),
-        ('0BW0 0F0', '0BW0 on rank 0 comes before 0F0'),
-        ('0F0 0O0 0O0 0L0 0BW0', 'repeats the offload'),
-    ],
-)
-def test_a_copy_is_whole_or_not_at_all(order, says):
-    graph = offload(Schedule.of('', Placement.loop(1), 1, [[]]).graph, [0])
-    placement = Placement.loop(1)
-    check(Schedule.of('', placement, 1, [map(Pass.parse, ('0F0', '0BW0'))], graph))
-    with pytest.raises(ScheduleError, match=says):
-        check(Schedule.of('', placement, 1, [map(Pass.parse, order.split())], graph))
-
-
-def test_who_is_needed_where_nothing_is_moved():
-    graph = offload(recompute(Schedule.of('', Placement.loop(1), 1, [[]]).graph, [0]), [0])
-    moved = '0F0 0O0 0L0 0R0 0B0 0W0'
-    stays = '0F1 0R1 0B1 0W1'
-    order = map(Pass.parse, f'{moved} {stays}'.split())
-    schedule = Schedule.of('', Placement.loop(1), 2, [order], graph)
+    graph = offload(recompute(chain(1), [0]), [0])
+    schedule = by_hand(1, 2, '0F0 0O0 0L0 0R0 0B0 0W0 0F1 0R1 0B1 0W1', graph=graph)
     check(schedule)
     assert [str(p) for p in schedule.predecessors(Pass.parse('0R0'))] == ['0L0']
     assert [str(p) for p in schedule.predecessors(Pass.parse('0R1'))] == ['0F1']
 
 
 def test_slots():
+    """And what has no time to go stays."""
     comb = Comb(1.0, 2.0)
     assert (comb.out(0), comb.into(0), comb.out(1)) == ((1, 3), (3, 5), (5, 7))
     assert (comb.first_out(0), comb.first_out(1), comb.first_out(1.5)) == (0, 0, 1)
     assert (comb.last_in(4.9), comb.last_in(5), comb.last_in(9)) == (-1, 0, 1)
-
-
-def test_what_has_no_time_stays():
     first, second, short = (Pass('F', 0, m) for m in range(3))
     lives = {first: (0.0, 30.0), second: (1.0, 31.0), short: (2.0, 6.0)}
     found = transfers(Comb(0.0, 2.0), lives, 1.0)
@@ -296,3 +202,121 @@ def test_groups_grow_with_the_share_of_forwards():
     schedule = po(8, 16, 2, long)
     assert (po(8, 16).passes[0].index(second), schedule.passes[0].index(second)) == (3, 4)
     check(schedule)
+
+
+# ---- R where the rank would idle, as in GPipe's paper, and nothing else moves.
+
+
+def test_gpipe_as_in_its_paper():
+    """The first R of each rank is in the bubble: m (F + R + B + W) and the bubble of before.
+
+    On a rank are m inputs and one activation.
+    """
+    p, m, share = 4, 8, 0.1
+    schedule = recomputed(build('gpipe', p, m), 'all')
+    costs = Costs.uniform(schedule.placement).with_amounts(input=(share,) * p)
+    assert simulate(schedule, costs).makespan == m * 4 + (p - 1) * 3
+    assert max(peak(schedule, costs)) == pytest.approx((m - 1) * share + 1)
+    assert all(order.index(Pass('R', s, 0)) == m for s, order in enumerate(schedule.passes))
+    # the last stage of 1F1B has nothing to gain
+    schedule = recomputed(build('1f1b', 4, 8), 'all')
+    assert {p.stage for _, p in schedule if p.kind == 'R'} == {0, 1, 2}
+    assert schedule.name == '1f1b + recompute all'
+
+
+@pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v', 'interleaved'])
+def test_bubbles_first(name):
+    """Never later than with each R right before its B, and earlier where there is a gap."""
+    plain = build(name, 8, 16)
+    schedule = recomputed(plain, 'all')
+    orders = []
+    for order in schedule.passes:
+        again = {(p.stage, p.microbatch): p for p in order if p.kind == 'R'}
+        back = {p: again.get((p.stage, p.microbatch)) for p in order if p.kind in ('B', 'BW')}
+        moved = ((back.get(p), p) for p in order if p.kind != 'R')
+        orders.append(tuple(p for pair in moved for p in pair if p is not None))
+    at_once = replace(schedule, passes=tuple(orders))
+    check(at_once)
+    costs = Costs.uniform(plain.placement)
+    assert simulate(schedule, costs).makespan <= simulate(at_once, costs).makespan
+    assert max(peak(schedule, costs)) <= max(peak(at_once, costs))
+
+
+def test_an_idle_rank_recomputes_early():
+    """Where a long message leaves a gap, R runs in it, before passes that are not its own B."""
+    plain = build('zb-h1', 4, 8)
+    costs = Costs.uniform(plain.placement, comm=3.0)
+    schedule = recomputed(plain, 'all', costs)
+    check(schedule)
+    early = [
+        p
+        for order in schedule.passes
+        for p, q in itertools.pairwise(order)
+        if p.kind == 'R' and (q.kind not in ('B', 'BW') or q.microbatch != p.microbatch)
+    ]
+    assert early
+    plain = build('interleaved', 4, 8)
+    costs = Costs.uniform(plain.placement)
+    half, every = (max(peak(recomputed(plain, amount), costs)) for amount in ('half', 'all'))
+    assert every < half < max(peak(plain, costs))
+    assert live(recomputed(plain, 'half'), costs)[0][-1] == 0
+
+
+@pytest.mark.parametrize(('p', 'm'), [(4, 8), (5, 9), (8, 16)])
+def test_what_is_on_a_partner_meanwhile_is_the_input(p, m):
+    """Both of a pair hold at most the bound, of inputs, and one activation more."""
+    plain = build('bpipe', p, m)
+    schedule = recomputed(plain, 'all')
+    check(schedule)
+    assert without(schedule, 'R') == plain.passes
+    share = 0.1
+    costs = Costs.uniform(plain.placement).with_amounts(input=(share,) * p)
+    held = peak(schedule, costs)
+    assert max(held) <= (bound(p) - 1) * share + 1 + 1e-9
+    assert held[0] < peak(recomputed(build('1f1b', p, m), 'all'), costs)[0]
+    of_plain = recomputed(build('1f1b', p, m), 'all')
+    assert simulate(schedule, costs).makespan == simulate(of_plain, costs).makespan
+
+
+# ---- Merak and Varuna: the last rank runs no forward again, and R comes before its gradient does.
+
+
+@pytest.mark.parametrize('name', ['merak', 'varuna'])
+@grid(p=(4, 2, 7), m=(12, 3))
+def test_all_ranks_but_the_last_run_forwards_again(name, p, m):
+    for rank, order in enumerate(build(name, p, m).passes):
+        again = [each.microbatch for each in order if each.kind == R]
+        assert again == ([] if rank == p - 1 else list(range(m)))
+
+
+@pytest.mark.parametrize(
+    ('name', 'comm', 'again', 'back'),
+    [('merak', 0, 5, 6), ('varuna', 0, 5, 6), ('varuna', 0.5, 7, 8)],
+)
+def test_r_ends_when_the_gradient_arrives(name, comm, again, back):
+    """On the rank before the last, whose first gradient is there after F of two ranks and a BW.
+
+    Of Varuna with messages of a half it comes one later, and so does R.
+    """
+    costs = Costs.uniform(Placement.loop(4), comm=comm)
+    schedule = build(name, 4, 8, costs=costs) if comm else build(name, 4, 8)
+    ran = simulate(schedule, costs).by_pass
+    assert ran[Pass('R', 2, 0)] == (again, back)
+    assert ran[Pass('BW', 2, 0)] == (back, back + 2)
+
+
+@grid(p=(4, 8), more=(0, 5, 12))
+def test_merak_is_shorter_than_1f1b_that_recomputes(p, more):
+    """By one F: the critical path is one rank shorter, and R is out of the way."""
+    m, plain = 2 * p + more, build('1f1b', p, 2 * p + more)
+    costs = Costs.uniform(plain.placement)
+    others = simulate(recomputed(plain, 'all'), costs).makespan
+    assert simulate(build('merak', p, m), costs).makespan == others - 1
+    assert others - 1 == 4 * m + 3 * (p - 2)
+
+
+def test_varuna_runs_forwards_where_1f1b_waits():
+    """Rank 0 has all forwards behind it before its first backward; 1F1B has p of them."""
+    order = [p.kind for p in build('varuna', 4, 8).passes[0]]
+    assert order.index(R) == 8
+    assert [p.kind for p in build('1f1b', 4, 8).passes[0]].index(BW) == 4

@@ -1,1 +1,0 @@
-"""Checkpoints whose content is kept by rank and chunk."""

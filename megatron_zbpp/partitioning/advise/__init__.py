@@ -1,1 +1,0 @@
-"""Advice: sizes of parallelism, micro batch, schedule and recomputation for given GPUs."""

@@ -1,1 +1,0 @@
-"""Times of stages from what others measure: torch's profiler, Nsight Systems, Megatron's timers."""

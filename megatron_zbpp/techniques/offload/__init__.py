@@ -1,1 +1,0 @@
-"""Activations on the host between F and B (PipeOffload, arXiv 2503.01328)."""
