@@ -260,7 +260,7 @@ def add_arguments() -> None:
     from megatron_zbpp.runtime.import_hook import after_import
 
     def install(_: object) -> None:
-        from megatron_zbpp.mcore.command_line import arguments
+        from megatron_zbpp.launch import arguments
 
         arguments.install()
 

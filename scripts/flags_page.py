@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megatron_zbpp.mcore.command_line.flags import FLAGS
+from megatron_zbpp.launch.flags import FLAGS
 from megatron_zbpp.mcore.options import Option
 
 PAGE = Path(__file__).parents[1] / 'docs' / 'flags.md'

@@ -173,12 +173,12 @@ def _from_line(words: list[str], options: Mapping[str, Any], machine: dict[str, 
             'give --tflops, what a matrix product reaches (A100 about 245, H100 about 700 in '
             'bf16), or --layers-file with measured layers'
         )
-    from megatron_zbpp.mcore.command_line.doctor import prepare  # takes torch and Megatron
+    from megatron_zbpp.launch.doctor import prepare  # takes torch and Megatron
 
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # Megatron's, about packages that it lacks
         prepare(words)
-        from megatron_zbpp.mcore.command_line.advise import AdvisedLine
+        from megatron_zbpp.launch.advise import AdvisedLine
 
         line = AdvisedLine.of(words, machine['gpus'])
     shape = line.shape(tflops or 1.0, bandwidth or 0.0, options['vocab'])

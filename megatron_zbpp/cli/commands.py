@@ -161,7 +161,7 @@ def doctor(
 ) -> int:
     """Print the installation, whether patches fit it, and what a launch line would run."""
     printing.now('importing torch ...')
-    from megatron_zbpp.mcore.command_line.doctor import examine, text_of
+    from megatron_zbpp.launch.doctor import examine, text_of
 
     try:
         report = examine(line, gpus, printing.now, rates_of(options))

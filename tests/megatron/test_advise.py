@@ -16,7 +16,7 @@ from paths import ROOT
 
 from megatron_zbpp.cli import main
 from megatron_zbpp.emulation import cpu
-from megatron_zbpp.mcore.command_line.advise import AdvisedLine
+from megatron_zbpp.launch.advise import AdvisedLine
 from megatron_zbpp.partitioning.advice import advise
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.partitioning.setup_costs import FULL, NONE, SELECTIVE, Job, Setup, layer_costs

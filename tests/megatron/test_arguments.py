@@ -9,7 +9,7 @@ from parsed_flags import MEGATRONS, PLACED, parse, parsed, refused
 
 from megatron_zbpp.ir import files
 from megatron_zbpp.ir.formats import to_torch_csv
-from megatron_zbpp.mcore.command_line.flags import FLAGS
+from megatron_zbpp.launch.flags import FLAGS
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.schedules import build
@@ -189,7 +189,7 @@ def test_what_is_refused_is_told_beside_wrong_values(ranks):
 
 def test_megatrons_list_of_arguments_has_no_flags_of_other_forks():
     """Which would look switched off while a schedule of ours runs."""
-    from megatron_zbpp.mcore.command_line import flags
+    from megatron_zbpp.launch import flags
 
     parser = argparse.ArgumentParser()
     flags.add_arguments(parser)

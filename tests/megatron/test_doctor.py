@@ -35,7 +35,7 @@ def line(*more, schedule='zb-v', gpus=8, batch=48):
 
 def doctor(words, training=False):
     """Exit code, what it printed, and what it complained of; on each rank."""
-    from megatron_zbpp.mcore.command_line import launch_line
+    from megatron_zbpp.launch import launch_line
 
     if CHECKOUT and CHECKOUT not in sys.path:
         sys.path.insert(0, CHECKOUT)
@@ -88,7 +88,7 @@ def test_command():
 
 def looked_at():
     """What is told, and how many passes each schedule has that is simulated, of a large job."""
-    from megatron_zbpp.mcore.command_line.doctor import examine
+    from megatron_zbpp.launch.doctor import examine
     from megatron_zbpp.mcore.iteration import announcement
 
     told, simulated = [], []
@@ -161,7 +161,7 @@ def moved(what):
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_zbpp.mcore.command_line import doctor
+    from megatron_zbpp.launch import doctor
     from megatron_zbpp.mcore.layers import tied
 
     own = schedules.get_forward_backward_func, TransformerConfig.__post_init__
@@ -536,7 +536,7 @@ def test_no_flag_of_megatron_is_taken_for_a_misspelt_one(ranks):
 
 
 def every_flag():
-    from megatron_zbpp.mcore.command_line import flags, launch_line
+    from megatron_zbpp.launch import flags, launch_line
 
     ours = argparse.ArgumentParser()
     flags.add_arguments(ours)

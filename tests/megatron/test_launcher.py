@@ -12,7 +12,7 @@ import pytest
 from nvidia import CHECKOUT, COMMON, SCRIPT, by, go_on, needs_training, run
 from paths import SUPPORT
 
-from megatron_zbpp.mcore.command_line.flags import FLAGS
+from megatron_zbpp.launch.flags import FLAGS
 
 PIPELINE = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 4, '--train-iters', 3]
 needs_checkout = pytest.mark.skipif(not CHECKOUT, reason='needs a checkout: MEGATRON_LM names it')

@@ -33,7 +33,7 @@ def parsed(argv, world):
         sys.path.insert(0, CHECKOUT)
     from megatron.training import arguments as megatrons
 
-    from megatron_zbpp.mcore.command_line import arguments
+    from megatron_zbpp.launch import arguments
 
     original, errors = megatrons.add_megatron_arguments, io.StringIO()
     arguments.install()

@@ -47,7 +47,7 @@ def test_little_is_imported_before_it_is_read():
     assert rooms(loaded('import megatron_zbpp')) == {'version'}
     # so that `zbpp --help`, `help(enable)` and the docs show them wherever they are read
     none = "sys.modules |= dict.fromkeys(('torch', 'megatron', 'numpy'))"
-    flags = 'from megatron_zbpp.mcore.command_line import flags'
+    flags = 'from megatron_zbpp.launch import flags'
     assert 'mcore.settings' in loaded(f'{none}; {flags}; from megatron_zbpp import cli, enable')
     assert 'planner.plans' in loaded('from megatron_zbpp import plan')
     assert 'simulate' in dir(megatron_zbpp)

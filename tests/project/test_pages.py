@@ -22,7 +22,7 @@ import megatron_zbpp
 from megatron_zbpp import Costs, build, simulate
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.cli import benching, main
-from megatron_zbpp.mcore.command_line import flags
+from megatron_zbpp.launch import flags
 from megatron_zbpp.mcore.job import rules
 from megatron_zbpp.render.planner_page import families
 from megatron_zbpp.schedules import find, own_families

@@ -42,9 +42,9 @@ class Parsed:
 
 def parse(flags, changes):
     """On each rank: our flags behind a parser that stands for Megatron's, on two ranks."""
+    from megatron_zbpp.launch import arguments
+    from megatron_zbpp.launch import flags as ours
     from megatron_zbpp.mcore import enabled
-    from megatron_zbpp.mcore.command_line import arguments
-    from megatron_zbpp.mcore.command_line import flags as ours
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument('--num-layers', type=int)

@@ -26,13 +26,17 @@ from paths import ROOT
 from torch.nn import Module
 
 import megatron_zbpp
-from megatron_zbpp import Costs, build, techniques
+from megatron_zbpp import Costs, bridge, build, techniques
 from megatron_zbpp.emulation import cpu_flags
 from megatron_zbpp.ir import Pass, Placement, Schedule
-from megatron_zbpp.launch import rank_for  # noqa: F401  of rows
-from megatron_zbpp.mcore import bridge, enabled
-from megatron_zbpp.mcore.command_line import arguments, dry_run, launch_line
-from megatron_zbpp.mcore.command_line.bench import Bench
+from megatron_zbpp.launch import (
+    arguments,
+    dry_run,
+    launch_line,
+    rank_for,  # noqa: F401  of rows
+)
+from megatron_zbpp.launch.bench import Bench
+from megatron_zbpp.mcore import enabled
 from megatron_zbpp.mcore.iteration import preparation
 from megatron_zbpp.mcore.iteration.stages import Arguments, Call
 from megatron_zbpp.mcore.job.resolve import require_taken_back  # noqa: F401  of rows

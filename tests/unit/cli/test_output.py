@@ -69,7 +69,7 @@ def test_each_command_has_a_schema():
     Draft202012Validator.check_schema(SCHEMA)
     assert {name for name, *_ in _COMMANDS} == set(SCHEMA['$defs']) - PARTS
     assert {name for name, *_ in _COMMANDS} == {line.split()[0] for line in PRINTED}
-    from megatron_zbpp.mcore.command_line.dry_run import DryRun
+    from megatron_zbpp.launch.dry_run import DryRun
     from megatron_zbpp.mcore.job.model_shape import LayerMemory
     from megatron_zbpp.mcore.job.rules import Refusal
 

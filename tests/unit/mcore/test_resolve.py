@@ -15,9 +15,9 @@ from bridge import config
 from parsed_flags import MEGATRONS
 
 import megatron_zbpp
-from megatron_zbpp import build
-from megatron_zbpp.mcore import bridge, enabled
-from megatron_zbpp.mcore.command_line import arguments, flags
+from megatron_zbpp import bridge, build
+from megatron_zbpp.launch import arguments, flags
+from megatron_zbpp.mcore import enabled
 from megatron_zbpp.mcore.job.resolve import Facts, require_taken_back, resolve
 from megatron_zbpp.mcore.job.rules import rows
 from megatron_zbpp.mcore.options import ARGUMENTS, Problems

@@ -15,7 +15,7 @@ from supported import refuses
 import megatron_zbpp
 from megatron_zbpp import Placement, bridge, build
 from megatron_zbpp.cli import main
-from megatron_zbpp.mcore.command_line import flags
+from megatron_zbpp.launch import flags
 from megatron_zbpp.mcore.options import Checks, Option, option, options_of, with_options_of
 from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.mcore.programs import Programs

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_zbpp.mcore.command_line import launch_line
-from megatron_zbpp.mcore.command_line.flags import FLAGS, without
-from megatron_zbpp.mcore.command_line.launch_line import LaunchLine
+from megatron_zbpp.launch import launch_line
+from megatron_zbpp.launch.flags import FLAGS, without
+from megatron_zbpp.launch.launch_line import LaunchLine
 
 OWN = 'as it is'  # the schedule of the line: Megatron's own, or what its flags name
 LAUNCHER = 'megatron_zbpp.launch'

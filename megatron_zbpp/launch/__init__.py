@@ -25,7 +25,7 @@ class _Parser(argparse.ArgumentParser):
     """One whose help ends in the flags that the script gets from us."""
 
     def format_help(self) -> str:
-        from megatron_zbpp.mcore.command_line import flags
+        from megatron_zbpp.launch import flags
 
         ours = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
         flags.add_arguments(ours)
@@ -58,8 +58,8 @@ def main(argv: list[str] | None = None) -> None:
         hook = str(Path(cpu.__file__).parent / 'subprocess_hook')
         os.environ[PATH] = os.pathsep.join([hook, *filter(None, [os.environ.get(PATH)])])
 
+    from megatron_zbpp.launch import arguments
     from megatron_zbpp.mcore import enabled
-    from megatron_zbpp.mcore.command_line import arguments
 
     try:
         if args.pair_partners:
@@ -151,7 +151,3 @@ def paired(world: int, stages: int, tensor: int, local: int) -> Iterator[int]:
         for begin in range(0, each, together):
             for stage in pair:
                 yield from range(stage * each + begin, stage * each + begin + together)
-
-
-if __name__ == '__main__':
-    main()

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_zbpp.emulation import cpu_flags
-from megatron_zbpp.mcore.command_line.arguments import require_packages
-from megatron_zbpp.mcore.command_line.flags import add_arguments, flag, parse
+from megatron_zbpp.launch.arguments import require_packages
+from megatron_zbpp.launch.flags import add_arguments, flag, parse
 from megatron_zbpp.mcore.iteration.announcement import DRAWING
 from megatron_zbpp.mcore.job import rules
 from megatron_zbpp.mcore.job.sizes import Sizes

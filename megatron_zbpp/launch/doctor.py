@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_zbpp.version import __version__
 
 if TYPE_CHECKING:
-    from megatron_zbpp.mcore.command_line.dry_run import DryRun
+    from megatron_zbpp.launch.dry_run import DryRun
 
 _CPU = 'CPU'
 _PACKAGES = ('torch', 'megatron-core', 'transformer-engine', 'apex', 'pybind11')
@@ -67,8 +67,8 @@ def examine(
         device = prepare(words)
         if words:
             now('reading the launch line ...')
-            from megatron_zbpp.mcore.command_line import launch_line
-            from megatron_zbpp.mcore.command_line.dry_run import dry_run_of
+            from megatron_zbpp.launch import launch_line
+            from megatron_zbpp.launch.dry_run import dry_run_of
 
             line = launch_line.read(words, gpus)
             dry_run = dry_run_of(line, rates)

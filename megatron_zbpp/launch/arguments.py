@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megatron_zbpp.launch import flags
 from megatron_zbpp.mcore import enabled
-from megatron_zbpp.mcore.command_line import flags
 from megatron_zbpp.mcore.job.resolve import Facts, resolve
 from megatron_zbpp.mcore.options import Problems, problems_of
 from megatron_zbpp.mcore.patches.registry import Patch, Registry

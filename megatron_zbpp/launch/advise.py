@@ -9,11 +9,11 @@ from math import inf
 from typing import Any
 
 from megatron_zbpp.analysis.gain import RIVAL, gain_text
+from megatron_zbpp.launch import launch_line
+from megatron_zbpp.launch.bench import LAUNCHER, value_of
+from megatron_zbpp.launch.flags import FLAGS, flag, without
+from megatron_zbpp.launch.launch_line import LaunchLine
 from megatron_zbpp.mcore import model_settings
-from megatron_zbpp.mcore.command_line import launch_line
-from megatron_zbpp.mcore.command_line.bench import LAUNCHER, value_of
-from megatron_zbpp.mcore.command_line.flags import FLAGS, flag, without
-from megatron_zbpp.mcore.command_line.launch_line import LaunchLine
 from megatron_zbpp.mcore.job.model_shape import shape_of
 from megatron_zbpp.mcore.settings import AUTO
 from megatron_zbpp.partitioning.advice import REPLACED, SWITCHES, flags_of, modules_again, processes

@@ -14,15 +14,15 @@ from megatron_zbpp.emulation import te
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import HOST
 from megatron_zbpp.ir.timeline import MEANING
-from megatron_zbpp.mcore import model_settings
-from megatron_zbpp.mcore.command_line import flags
-from megatron_zbpp.mcore.command_line.advise import LinePrediction
-from megatron_zbpp.mcore.command_line.arguments import lacks_compiler
-from megatron_zbpp.mcore.command_line.launch_line import (
+from megatron_zbpp.launch import flags
+from megatron_zbpp.launch.advise import LinePrediction
+from megatron_zbpp.launch.arguments import lacks_compiler
+from megatron_zbpp.launch.launch_line import (
     LaunchLine,
     require_possible,
     require_sizes,
 )
+from megatron_zbpp.mcore import model_settings
 from megatron_zbpp.mcore.iteration.announcement import Simulated, asynchrony, losses_from_scratch
 from megatron_zbpp.mcore.job.model_shape import LayerMemory, layer_memory
 from megatron_zbpp.mcore.job.resolve import Facts, Job, resolve
