@@ -101,7 +101,7 @@ def print_advice(
 ) -> int:
     """Print the best setups; return 0, or 1 where none fits."""
     for family in map(find, schedules):
-        if family.num_routes > 1 or family.default_slices > 1 or family.asynchronous:
+        if not family.is_plain:
             raise ValueError(
                 f'--schedules {family.name}: advice is for whole sequences, one copy of the '
                 'weights and a flush: leave it out'

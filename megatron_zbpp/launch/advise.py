@@ -198,7 +198,7 @@ class AdvisedLine:
     def require_known(self, own: Setup) -> None:
         """Raise ValueError where a prediction would leave out what changes memory or times."""
         family = find(own.schedule)
-        if family.num_routes > 1 or family.default_slices > 1 or family.asynchronous:
+        if not family.is_plain:
             raise ValueError(f'--pipeline-schedule {family.name} is not among what advise weighs')
         for name in _CHANGING:
             if (value := getattr(self.args, f'pipeline_{name}', None)) is not None:

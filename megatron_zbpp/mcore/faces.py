@@ -103,6 +103,10 @@ class Face:
         """Return the schedule that the user is told of, before the first call."""
         return lowered.schedule
 
+    def notes(self, config: Any) -> Iterator[str]:
+        """Yield lines for the log before the first call, beside those of the schedule."""
+        yield from ()
+
     def drains(self, forward_only: bool) -> bool:
         """Return True if a synchronous schedule runs in this call; asked once a call."""
         return False

@@ -41,6 +41,7 @@ class Option:
     choices: tuple[str, ...] = ()  # the only values, beside the default
     holds: Callable[[Any], Any] | None = None  # tells whether it takes a value; None: any
     takes: str = ''  # such values, for errors
+    differs: str = ''  # why losses from scratch differ from Megatron's with it; empty: they do not
     page: str = ''  # a link to more about it, in Markdown
     parts: tuple[Option, ...] = ()  # the flags that it is made from, where it has none of its own
 

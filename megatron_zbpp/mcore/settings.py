@@ -120,7 +120,10 @@ class Settings:
     (those that wait longest), all, or how many. auto: all of them while some iterations are
     measured, then as many as cost no time. Losses stay the same to the bit."""
     freeze: str | Path | FreezePlan | None = option(
-        None, '--pipeline-freeze FILE', page='[another training](unbalanced.md#freezing)'
+        None,
+        '--pipeline-freeze FILE',
+        differs='freezing trains another model',
+        page='[another training](unbalanced.md#freezing)',
     )
     """File that `zbpp freeze -o` wrote: weight gradients that it names are left out, to shorten the
     batch (TimelyFreeze). This trains another model: losses are not those of Megatron."""
@@ -133,6 +136,7 @@ class Settings:
     slices: int | str | Sequence[int] | ToFind | None = option(
         None,
         '--pipeline-slices N|SIZE,SIZE,...|balanced:N|auto',
+        differs='slices round otherwise',
         page='[long context](long-context.md)',
     )
     """Slices of each sequence, whose forwards and backwards follow one another: bubble and memory
@@ -144,6 +148,7 @@ class Settings:
         None,
         '--pipeline-vocab-parallel',
         choices=SHARED_LAYERS,
+        differs='shards of the output layer round otherwise',
         page='[large vocabularies](large-vocabulary.md)',
     )
     """Layers that all pipeline ranks share: output, the last one, and input, the word embedding,

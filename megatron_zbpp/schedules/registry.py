@@ -145,6 +145,11 @@ class Family:
         return 'updates' in self.techniques
 
     @property
+    def is_plain(self) -> bool:
+        """True if it has whole sequences, one way through the ranks, and a flush."""
+        return self.default_slices == self.num_routes == 1 and not self.asynchronous
+
+    @property
     def in_shards(self) -> bool:
         """True if its schedules have the output layer on all ranks."""
         return 'vocabulary' in self.techniques
@@ -281,8 +286,7 @@ def own_families(every: bool = False) -> tuple[Family, ...]:
     for tier in TIERS:
         _load(tier)
     found = (_FAMILIES[name] for _, names in _INDEX for name in names)
-    plain = (f for f in found if every or f.default_slices == f.num_routes == 1)
-    return tuple(f for f in plain if every or not f.asynchronous)
+    return tuple(f for f in found if every or f.is_plain)
 
 
 def families() -> Iterator[Family]:

@@ -11,9 +11,10 @@ from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.mcore.settings import AUTO, Settings
+from megatron_zbpp.mcore.settings import AUTO, OPTIONS, Settings
 from megatron_zbpp.schedules import find
 from megatron_zbpp.techniques.composition import VOCABULARY, techniques_of
+from megatron_zbpp.techniques.slices.graph import of_slices
 from megatron_zbpp.version import __version__
 
 # whether steps are taken late
@@ -90,7 +91,7 @@ def lines(schedule: Schedule, config: Any) -> list[str]:
     layout = getattr(config, 'pipeline_model_parallel_layout', None)
     by_stage: list[int] | None = getattr(layout, 'num_layers', None)  # in model order
     by_layers = ', by layers' if by_stage and len({*by_stage}) > 1 else ''
-    late, slices = asynchrony(schedule), schedule.graph.num_slices
+    late = asynchrony(schedule)
     m = late[0] if late else schedule.num_microbatches
     run = Simulated.of(schedule, by_stage or (), m)
     times = 'the ' * run.planned + run.times(f'F = B = W{by_layers}')
@@ -104,19 +105,13 @@ def lines(schedule: Schedule, config: Any) -> list[str]:
     memory = f'{most:.1f} activations of a microbatch on a full rank'
     found = [
         f'version {__version__}: {schedule.name} on {schedule.num_ranks} ranks x '
-        f'{placement.num_chunks} chunks, {m} microbatches'
-        f'{f" of {slices} slices" if slices > 1 else ""}',
+        f'{placement.num_chunks} chunks, {m} microbatches{of_slices(schedule.graph)}',
         f'layers of each rank, by chunk: {layers}',
         late[1]
         if late
         else f'simulated with {times}: idle GPU time {run.idle_all_ranks:.1%}{run.gained()}',
         f'simulated memory: {f"{most:.4g} in the unit of the plan" if schedule.costs else memory}',
     ]
-    if slices > 1 and getattr(config, 'num_moe_experts', None):
-        found.append(
-            'auxiliary losses of experts are those of each slice, weighed by its tokens: not quite '
-            'those of whole sequences'
-        )
     if refused := megatron_refuses(placement, m):
         found.append(refused)
     return found
@@ -182,9 +177,6 @@ def _reasons(settings: Settings, placement: Placement, config: Any) -> Iterator[
     name = settings.schedule
     if isinstance(name, str) and name != AUTO and find(name).asynchronous:
         yield f'{name} is asynchronous: gradients are of older weights'
-    if settings.freeze is not None:
-        yield 'freezing trains another model'
-    if settings.slices is not None:
-        yield 'slices round otherwise'
-    if settings.vocab_parallel is not None:
-        yield 'shards of the output layer round otherwise'
+    for name, option in OPTIONS.items():
+        if option.differs and getattr(settings, name) is not None:
+            yield option.differs

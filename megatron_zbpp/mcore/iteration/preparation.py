@@ -225,7 +225,8 @@ def _announce(
     schedules = (face.announced(lowered) for face in faces)
     others = (schedule for schedule in schedules if schedule is not lowered.schedule)
     config = get_model_config(chunk)
-    for line in lines(next(others, lowered.schedule), config):
+    notes = (note for face in faces for note in face.notes(config))
+    for line in (*lines(next(others, lowered.schedule), config), *notes):
         job_log.info(line)
     job_log.info(losses_from_scratch(session.settings, one, config))
 

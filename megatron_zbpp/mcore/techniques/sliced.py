@@ -245,6 +245,13 @@ class Sliced(Face):
         if self.session.programs.num_slices > 1:
             sliced_layers.require(chunk)
 
+    def notes(self, config: Any) -> Iterator[str]:
+        if self.session.programs.num_slices > 1 and getattr(config, 'num_moe_experts', None):
+            yield (
+                'auxiliary losses of experts are those of each slice, weighed by its tokens: not '
+                'quite those of whole sequences'
+            )
+
     def settle(self, arguments: Arguments, config: Any, num_ranks: int) -> None:
         programs = self.session.programs
         if not programs.to_find_slices:

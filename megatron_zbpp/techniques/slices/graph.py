@@ -68,6 +68,11 @@ class Slicing(NamedTuple):
         return sliced(chain(num_stages), self.slices, self.sizes)
 
 
+def of_slices(graph: Graph) -> str:
+    """Return ` of 4 slices`, behind a number of microbatches; nothing where sequences are whole."""
+    return f' of {graph.num_slices} slices' if graph.num_slices > 1 else ''
+
+
 def of_one_slice(graph: Graph) -> Graph:
     """Return the graph of what each slice goes through: that of which `sliced` made this one."""
     if graph.num_slices == 1:
