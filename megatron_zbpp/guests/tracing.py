@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,3 +84,22 @@ class Tracer(Guest):
         (self.folder / 'stages.json').write_text(stages_file(fitted, self._layout, routes))
         trace = {name: line for name, line in lines.items() if line is not planned}
         (self.folder / 'pipeline.perfetto.json').write_text(perfetto(trace, costs))
+
+
+def writable(trace_dir: object) -> Path:
+    """Return the folder that is given for pictures, which rank 0 can write."""
+    if not isinstance(trace_dir, str | Path) or not str(trace_dir):
+        raise ValueError(f'trace_dir is {trace_dir!r}: give the path of a folder, or None')
+    path = Path(trace_dir)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f'trace_dir is {str(path)!r}, which is a file: give the path of a folder')
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    try:
+        if int(os.environ.get('RANK', 0)) == 0:  # which writes them
+            tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise ValueError(
+            f'trace_dir is {str(path)!r}, but nothing can be written in {there} '
+            f'({error.strerror}): give the path of another folder'
+        ) from error
+    return path

@@ -246,6 +246,6 @@ def _of_copies(name: str, programs: Programs, num_ranks: int, num_microbatches: 
     )
     if held <= _LITTLE * without:
         return found
-    if programs.splits(num_ranks):
+    if programs.traits(num_ranks).splits:
         return f'{found}: W needs most until it has run; po and gis have it right behind B'
     return f'{found}: there is little time between F and B'

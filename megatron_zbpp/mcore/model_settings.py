@@ -25,12 +25,6 @@ OFFLOADING, OFFLOADED = 'fine_grained_activation_offloading', 'offload_modules'
 _BY_TOKEN = {'none', 'aux_loss', 'seq_aux_loss'}  # whose routers look at one token at a time
 
 
-def captured(settings: Any) -> str | None:
-    """Return the setting that captures CUDA graphs; None: no setting does."""
-    graphs = getattr(settings, 'cuda_graph_impl', None)
-    return None if graphs == 'none' else graphs
-
-
 def scales_late(settings: Any) -> bool:
     """Return True if FP8 takes its scales from the largest values of earlier forwards."""
     recipe = getattr(settings, 'fp8_recipe', None)

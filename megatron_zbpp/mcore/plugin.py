@@ -179,7 +179,7 @@ class Plugin:
         return itertools.chain(
             preparation.patches(session, self._next),
             linear.patches(session.store),
-            transformer_engine.patches(session.programs.splits),
+            transformer_engine.patches(lambda ranks: session.programs.traits(ranks).splits),
             placement.patches(
                 session.programs.placement, session.agree, self.data_parallel_rank, self._allow
             ),

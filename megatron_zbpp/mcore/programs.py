@@ -252,14 +252,6 @@ class Programs:
         family = find(self._family(False))
         return ':' not in family.name and family.placement == 'loop'
 
-    def splits(self, num_ranks: int) -> bool:
-        """Return True if weight gradients wait for W passes."""
-        return self.traits(num_ranks).splits
-
-    def techniques(self, num_ranks: int) -> frozenset[str]:
-        """Return the names of the techniques that the schedule has."""
-        return self.traits(num_ranks).techniques
-
     @_once
     def traits(self, num_ranks: int) -> Traits:
         example = self._example(num_ranks, 2 * num_ranks)
@@ -333,16 +325,6 @@ class Programs:
     def replays(self) -> bool:
         """True if forwards may run twice, or before the step of the iteration before."""
         return self.runs_ahead or 'recompute' in self._amounts
-
-    @functools.cached_property
-    def corrects_weights(self) -> bool:
-        """True if backwards use corrected weights (PipeMare)."""
-        if not self.asynchronous:
-            return False
-        from megatron_zbpp.techniques.updates.versions import CORRECTED, updates_of
-
-        updates = updates_of(self.schedule(2, 2).graph)
-        return updates is not None and updates.backward == CORRECTED
 
     @property
     def joins(self) -> bool:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -24,7 +22,7 @@ from megatron_zbpp.mcore.options import (
     options_of,
 )
 from megatron_zbpp.runtime import MessageKernels
-from megatron_zbpp.schedules import Family, build, checked_chunks, find, require_no_limit
+from megatron_zbpp.schedules import Family, checked_chunks, find, require_no_limit
 from megatron_zbpp.techniques import ASKED
 from megatron_zbpp.techniques import find as find_technique
 from megatron_zbpp.techniques.composition import (
@@ -62,14 +60,6 @@ _SYNCHRONOUS = {
     'trace_dir': 'a trace ends with a call, and forwards of the next batch outlive it',
     'prewarm': 'forwards of the next batch belong to its first call, too',
 }
-
-
-def _stashes(family: Family) -> bool:
-    """Return True if backwards of an asynchronous family have the weights of their forwards."""
-    from megatron_zbpp.techniques.updates.versions import STASHED, updates_of
-
-    updates = updates_of(build(family.name, 2, 2).graph)
-    return updates is not None and updates.backward == STASHED
 
 
 @dataclass(frozen=True)
@@ -321,13 +311,19 @@ class Settings:
                         'zbpp plan --actions has made'
                     )
         with checks.one('trace_dir'):
-            put('trace_dir', _trace_folder(self.trace_dir))
+            if self.trace_dir is not None:
+                from megatron_zbpp.guests.tracing import writable
+
+                put('trace_dir', writable(self.trace_dir))
         with checks.one('freeze'):
-            put('freeze', freeze_plan(self.freeze))
-            if self.freeze is not None and self.schedule == AUTO:
-                raise ValueError(
-                    'freeze: it is planned for one schedule: name that instead of auto'
-                )
+            if self.freeze is not None:
+                from megatron_zbpp.partitioning.freeze_plans import plan_of
+
+                put('freeze', plan_of(self.freeze))
+                if self.schedule == AUTO:
+                    raise ValueError(
+                        'freeze: it is planned for one schedule: name that instead of auto'
+                    )
         with checks.one('schedule', 'num_chunks', 'memory_limit'):
             family = self._family()
             with checks.one('clip'):
@@ -413,13 +409,18 @@ class Settings:
 
     def _take(self, family: Family, checks: Checks) -> None:
         require_family_trained(family)
-        for name, reason in _SYNCHRONOUS.items() if family.asynchronous else ():
+        refused = [name for name in _SYNCHRONOUS if family.asynchronous and getattr(self, name)]
+        if 'recompute' in refused:
+            from megatron_zbpp.techniques.updates.versions import STASHED, backwards_use
+
+            if backwards_use(STASHED, family):
+                refused.remove('recompute')
+        for name in refused:
             with checks.one(name):
-                if not getattr(self, name) or (name == 'recompute' and _stashes(family)):
-                    continue
                 raise ValueError(
                     f'{name} is {getattr(self, name)!r}, but {family.name} is asynchronous '
-                    f'({reason}): leave it out, or take a synchronous schedule, such as zb-v'
+                    f'({_SYNCHRONOUS[name]}): leave it out, or take a synchronous schedule, such '
+                    'as zb-v'
                 )
         object.__setattr__(self, 'schedule', TRAINED_BY.get(family.name, family.name))
         with checks.one('num_chunks'):
@@ -447,43 +448,6 @@ class Settings:
                     f'{name} is {getattr(self, name)!r}: it does not train with the output layer '
                     'on all ranks yet: leave it out, or {vocab_parallel}'
                 )
-
-
-def _trace_folder(trace_dir: object) -> Path | None:
-    if trace_dir is None:
-        return None
-    if not isinstance(trace_dir, str | Path) or not str(trace_dir):
-        raise ValueError(f'trace_dir is {trace_dir!r}: give the path of a folder, or None')
-    path = Path(trace_dir)
-    if path.exists() and not path.is_dir():
-        raise ValueError(f'trace_dir is {str(path)!r}, which is a file: give the path of a folder')
-    there = next(each for each in (path, *path.absolute().parents) if each.exists())
-    try:
-        if int(os.environ.get('RANK', 0)) == 0:  # which writes them
-            tempfile.TemporaryFile(dir=there).close()
-    except OSError as error:
-        raise ValueError(
-            f'trace_dir is {str(path)!r}, but nothing can be written in {there} '
-            f'({error.strerror}): give the path of another folder'
-        ) from error
-    return path
-
-
-def freeze_plan(file: object) -> FreezePlan | None:
-    """Return the freeze plan, read if a file is given; None: nothing is frozen."""
-    if file is None:
-        return None
-    from megatron_zbpp.ir import files
-    from megatron_zbpp.partitioning.freeze_plans import FreezePlan
-
-    if isinstance(file, FreezePlan):
-        return file
-    if not isinstance(file, str | Path):
-        raise ValueError(f'freeze is {file!r}: give the path of what zbpp freeze -o wrote, or None')
-    try:
-        return files.read(file, FreezePlan.from_json, 'what zbpp freeze -o wrote')
-    except ValueError as error:
-        raise ValueError(f'{error}: give what zbpp freeze -o wrote') from error
 
 
 OPTIONS = options_of(Settings)

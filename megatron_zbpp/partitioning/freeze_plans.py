@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 from typing import Any
 
-from megatron_zbpp.ir import Pass, Schedule, W, strict_json
+from megatron_zbpp.ir import Pass, Schedule, W, files, strict_json
 from megatron_zbpp.ir.costs import Costs
 
 FREEZE_STEPS = 4  # two programmes, each written down and solved
@@ -224,6 +225,18 @@ class FreezePlan:
             tuple(sorted((Pass.parse(name), ratio) for name, ratio in data['ratios'].items())),
             *(data[name] for name in ('makespan', 'without_freezing', 'warm_up', 'unit', 'seed')),
         )
+
+
+def plan_of(file: object) -> FreezePlan:
+    """Return the plan, read if the path of a file is given."""
+    if isinstance(file, FreezePlan):
+        return file
+    if not isinstance(file, str | Path):
+        raise ValueError(f'freeze is {file!r}: give the path of what zbpp freeze -o wrote, or None')
+    try:
+        return files.read(file, FreezePlan.from_json, 'what zbpp freeze -o wrote')
+    except ValueError as error:
+        raise ValueError(f'{error}: give what zbpp freeze -o wrote') from error
 
 
 _FIELDS = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -133,7 +133,7 @@ def prepare(
     models, programs, training = arguments.models, session.programs, not arguments.forward_only
     config, m, num_ranks = get_model_config(models[0]), arguments.num_microbatches, groups.pp.size()
     _allow(session, arguments, config, num_ranks)
-    faces = session.faces_of(programs.trained | programs.techniques(num_ranks))
+    faces = session.faces_of(programs.trained | programs.traits(num_ranks).techniques)
     pipelines = (face.pipeline(groups) for face in faces)
     pipeline = next((group for group in pipelines if group is not None), groups.pp)
     rank, one = pipeline.rank(), programs.placement(num_ranks)
@@ -156,7 +156,13 @@ def prepare(
     chunks, held = unwrap_model(models), lowered.placement.stages(rank)
     if training and not session.announced:
         _announce(session, faces, lowered, one, chunks[0])
-    _require_built(models, held, rank, one)
+    for chunk in chunks:
+        layout.require_placed(chunk, one)
+    if len(models) != len(held):
+        raise ValueError(
+            f'rank {rank} has {len(models)} model chunks, but the schedule places {len(held)} '
+            'there: build as many as the num_chunks of what megatron_zbpp.enable() returns'
+        )
     if models[0] not in session.compared:
         session.compared.add(models[0])
         require = [face.require for face in faces]
@@ -188,19 +194,6 @@ def prepare(
     for face in wraps:
         face.enter(executor)
     return Batch(groups, pipeline, config, call, lowered, executor), count
-
-
-def _require_built(
-    models: Sequence[torch.nn.Module], held: Sequence[int], rank: int, one: Placement
-) -> None:
-    """Raise ValueError unless the chunks of this rank were built for the stages that it holds."""
-    for model in models:
-        layout.require_placed(cast(torch.nn.Module, unwrap_model(model)), one)
-    if len(models) != len(held):
-        raise ValueError(
-            f'rank {rank} has {len(models)} model chunks, but the schedule places {len(held)} '
-            'there: build as many as the num_chunks of what megatron_zbpp.enable() returns'
-        )
 
 
 def _allow(session: Session, arguments: Arguments, config: Any, num_ranks: int) -> None:

@@ -22,7 +22,7 @@ from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.iteration.batch import Data, Executors
 from megatron_zbpp.mcore.iteration.stages import Call
 from megatron_zbpp.mcore.layers.linear import ADDED
-from megatron_zbpp.mcore.model_settings import captured, scales_late
+from megatron_zbpp.mcore.model_settings import scales_late
 from megatron_zbpp.mcore.side_effects import SideEffects
 from megatron_zbpp.post_validation.data_iterators import ReplayIterator
 from megatron_zbpp.runtime.channels import NoPeers
@@ -74,7 +74,7 @@ def _obstacle(executors: Executors, config: Any) -> str | None:
         return alone
     if executors.context.messages[0].shape is None:
         return 'shapes vary from microbatch to microbatch'
-    if captured(config) is not None:
+    if getattr(config, 'cuda_graph_impl', None) not in (None, 'none'):
         return 'CUDA graphs are captured in it'
     if getattr(config, 'fine_grained_activation_offloading', False):
         return "Megatron's offloading measures it"

@@ -155,7 +155,7 @@ def _take_schedule(
         return
     overlaps = getattr(facts.settings, model_settings.OVERLAP, False)
     job.programs.join(overlaps)
-    ignored = superseded(facts.settings, job.programs.splits(ranks), names)
+    ignored = superseded(facts.settings, job.programs.traits(ranks).splits, names)
     job.writes |= dict.fromkeys(ignored, False)
     job.notes += ignored.values()
     reruns = getattr(facts.settings, 'rerun_mode', 'disabled') != 'disabled'

@@ -29,6 +29,8 @@ from megatron_zbpp.post_validation import STEP
 from megatron_zbpp.runtime.endless import EndlessTraining
 from megatron_zbpp.runtime.guard import agreement
 from megatron_zbpp.runtime.log import job_log
+from megatron_zbpp.schedules import find
+from megatron_zbpp.techniques.updates.versions import CORRECTED, backwards_use
 
 # what a scheduler writes into groups of parameters between the two halves
 _SCHEDULED = 'lr', 'weight_decay'
@@ -173,11 +175,12 @@ class AnnealedRates:
 
     def __init__(self, session: Session, endless: EndlessTraining) -> None:
         self._session, self._endless = session, endless
+        self._anneals = backwards_use(CORRECTED, find(session.programs.name))  # PipeMare's
         self._scheduler: weakref.ref[OptimizerParamScheduler] | None = None
 
     def patches(self) -> Iterator[Patch]:
         """Yield the patch that shows Megatron's scheduler, where rates anneal."""
-        if self._session.programs.corrects_weights:
+        if self._anneals:
             path = f'{OptimizerParamScheduler.__module__}:{OptimizerParamScheduler.__name__}'
             yield Patch(path, 'step', around(self._seeing))
 
@@ -188,9 +191,9 @@ class AnnealedRates:
     @contextmanager
     def annealed(self, optimizer: MegatronOptimizer) -> Iterator[None]:
         """Let groups of parameters have the rates of this stage while a step lasts."""
-        endless, corrects = self._endless, self._session.programs.corrects_weights
+        endless = self._endless
         with ExitStack() as stack:
-            if corrects and not endless.stepping:
+            if self._anneals and not endless.stepping:
                 divisor = max(endless.tau, 1) ** self._exponent(endless.steps)
                 for group in optimizer.param_groups:
                     stack.callback(group.update, lr=group['lr'])

@@ -13,6 +13,7 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import Kind, Need
 from megatron_zbpp.ir.techniques import made_of
 from megatron_zbpp.ir.timeline import Timeline, idle
+from megatron_zbpp.schedules import Family, build
 
 UPDATE, NORM = 'U', 'norm'
 STASHED, NEWEST, CORRECTED = 'stashed', 'newest', 'corrected'
@@ -100,6 +101,12 @@ def updates_of(graph: Graph) -> Updates | None:
     """Return how the graph updates weights; None: it does not within an iteration."""
     steps = [each for each in graph.techniques if each.name == updating.__name__]
     return Updates(*steps[-1].arguments) if steps else None  # type: ignore[arg-type]
+
+
+def backwards_use(weights: str, family: Family) -> bool:
+    """Return True if backwards of a family have these weights, such as `STASHED`."""
+    updates = updates_of(build(family.name, 2, 2).graph)
+    return updates is not None and updates.backward == weights
 
 
 def forward_versions(schedule: Schedule) -> dict[Pass, int]:

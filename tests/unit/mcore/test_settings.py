@@ -104,7 +104,7 @@ def test_two_routes_are_said():
     programs = Plugin(Settings(TWO_WAYS)).session.programs  # is made when sizes are known
     for ask in (
         lambda: programs.placement(2),
-        lambda: programs.splits(2),
+        lambda: programs.traits(2).splits,
         lambda: programs.lowered(2, 4, forward_only=False),
     ):
         with pytest.raises(ValueError, match='two-ways makes 2 ways through the ranks, not 1: say'):

@@ -133,10 +133,10 @@ def test_before_they_are_found(asked):
     """What slices need is there, and refused is what they do not go with; then n is known."""
     programs = Programs(Settings('seq1f1b', slices=asked))
     assert programs.to_find_slices and programs.num_slices > 1
-    assert 'sliced' in programs.techniques(4) and programs.cuts(CONFIG, SEQ) == ()
+    assert 'sliced' in programs.traits(4).techniques and programs.cuts(CONFIG, SEQ) == ()
     assert programs.key == f'seq1f1b in {asked} slices'
     programs.slice_by(1)
-    assert programs.cuts(CONFIG, SEQ) == (0, SEQ) and 'sliced' not in programs.techniques(4)
+    assert programs.cuts(CONFIG, SEQ) == (0, SEQ) and 'sliced' not in programs.traits(4).techniques
     programs.slice_by((SEQ - 4096, 4096))
     assert programs.num_slices == 2 and programs.cuts(CONFIG, SEQ) == (0, SEQ - 4096, SEQ)
     assert not programs.to_find_slices
