@@ -15,12 +15,13 @@ from megatron_zbpp.launch.flags import FLAGS, flag, without
 from megatron_zbpp.launch.launch_line import LaunchLine
 from megatron_zbpp.mcore import model_settings
 from megatron_zbpp.mcore.job.model_shape import shape_of
-from megatron_zbpp.mcore.settings import AUTO
+from megatron_zbpp.mcore.settings import AUTO, OPTIONS
 from megatron_zbpp.partitioning.advice import REPLACED, SWITCHES, flags_of, modules_again, processes
 from megatron_zbpp.partitioning.setup_costs import JOB_SIZES, NONE, SELECTIVE, STOCK, Job, Setup
 from megatron_zbpp.partitioning.setup_prediction import placement_of, predict, stages_of
 from megatron_zbpp.partitioning.shapes import Shape
 from megatron_zbpp.schedules import find
+from megatron_zbpp.techniques import ASKED
 
 _OWN_FILE = 'pipeline_schedule_file'
 _FOLDERS = '--load', '--save'
@@ -29,7 +30,7 @@ _RESHARDABLE = '--dist-ckpt-optim-fully-reshardable'
 
 _OFFERED = ('zb-h1', 'zb-v')  # schedules that a line with one of Megatron's own is told of
 # Our flags that change the memory of activations or the times of passes.
-_CHANGING = ('offload', 'recompute', 'slices', 'vocab_parallel', 'freeze')
+_CHANGING = (*ASKED, *(name for name, option in OPTIONS.items() if option.differs))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.mcore.settings import AUTO, OPTIONS, Settings
 from megatron_zbpp.schedules import find
 from megatron_zbpp.techniques.composition import VOCABULARY, techniques_of
-from megatron_zbpp.techniques.slices.graph import of_slices
+from megatron_zbpp.techniques.slices.graph import parts_in_words
 from megatron_zbpp.version import __version__
 
 # whether steps are taken late
@@ -105,7 +105,7 @@ def lines(schedule: Schedule, config: Any) -> list[str]:
     memory = f'{most:.1f} activations of a microbatch on a full rank'
     found = [
         f'version {__version__}: {schedule.name} on {schedule.num_ranks} ranks x '
-        f'{placement.num_chunks} chunks, {m} microbatches{of_slices(schedule.graph)}',
+        f'{placement.num_chunks} chunks, {m} microbatches{parts_in_words(schedule.graph)}',
         f'layers of each rank, by chunk: {layers}',
         late[1]
         if late

@@ -68,7 +68,7 @@ class Slicing(NamedTuple):
         return sliced(chain(num_stages), self.slices, self.sizes)
 
 
-def of_slices(graph: Graph) -> str:
+def parts_in_words(graph: Graph) -> str:
     """Return ` of 4 slices`, behind a number of microbatches; nothing where sequences are whole."""
     return f' of {graph.num_slices} slices' if graph.num_slices > 1 else ''
 
