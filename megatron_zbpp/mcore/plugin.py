@@ -116,7 +116,8 @@ class Plugin:
         if memory is not None and (not isinstance(memory, int) or memory < 0):
             raise ValueError(f'memory is {memory!r}: give bytes, from 0 up')
         if why := next(filter(None, (face.no_side_task for face in self.session.faces)), None):
-            raise ValueError(f'a side task does not go with {self.session.programs.name}, {why}')
+            name = self.session.programs.source.name
+            raise ValueError(f'a side task does not go with {name}, {why}')
         from megatron_zbpp.guests.side_work import SideTask, SideWork
 
         work = SideWork(step and functools.partial(isolated, step), step_seconds, margin, memory)

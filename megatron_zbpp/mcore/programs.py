@@ -31,7 +31,6 @@ from megatron_zbpp.techniques.composition import (
 from megatron_zbpp.techniques.slices.graph import Slices, ToFind, cuts_of, number_of, sizes_of
 
 TWO_WAY = 'two_way'  # microbatches go both ways: of the placement, and not of the graph
-_SOME = 2  # slices, where it does not matter how many
 
 
 class Family(NamedTuple):
@@ -94,7 +93,7 @@ class Programs:
             if self._to_plan_from:
                 self.source = Family(plain, chunks)
             else:
-                slices = number_of(self._slices or family.default_slices) or _SOME
+                slices = number_of(self._slices or family.default_slices) or 2  # to be found
                 limit = settings.memory_limit
                 self.source = Family(settings.schedule, chunks, limit, slices)
         for name, amount in self._amounts.items():
@@ -137,13 +136,9 @@ class Programs:
         """Check that replicas form groups that run one schedule, which go as many ways."""
         if size % self.num_replicas:
             raise ValueError(
-                f'data-parallel size {size} is wrong because {self.name} runs on pairs of '
+                f'data-parallel size {size} is wrong because {self.source.name} runs on pairs of '
                 'replicas: give an even number of them, by twice or half the ranks'
             )
-
-    @property
-    def name(self) -> str:
-        return self.source.name
 
     @_once
     def fingerprint(self, num_ranks: int, num_microbatches: int) -> dict[str, str]:
@@ -155,7 +150,7 @@ class Programs:
         if isinstance(self.source, Schedule) or ':' not in self.source.name:
             return {}
         orders = agreement.fingerprint(self.schedule(num_ranks, num_microbatches))
-        return {f'what {self.name} makes': orders}
+        return {f'what {self.source.name} makes': orders}
 
     def schedule(self, num_ranks: int, num_microbatches: int) -> Schedule:
         """Return the schedule for p ranks and m microbatches, in Megatron's ranks."""
@@ -186,8 +181,8 @@ class Programs:
         """Return the schedule as its source has it."""
         if num_ranks == 1 and self.num_replicas > 1:
             raise ValueError(
-                f'{self.name} needs at least 2 pipeline ranks a replica, not 1: use more pipeline '
-                'ranks or another schedule, such as 1f1b'
+                f'{self.source.name} needs at least 2 pipeline ranks a replica, not 1: use more '
+                'pipeline ranks or another schedule, such as 1f1b'
             )
         if isinstance(self.source, Schedule):
             for what, has, needed in (

@@ -27,7 +27,7 @@ from megatron_zbpp.schedules import registry
 ROOMS = (
     '__init__.py',
     'bridge.py',
-    'launch.py',
+    'launch',
     'mcore',
     'guests',
     'emulation',

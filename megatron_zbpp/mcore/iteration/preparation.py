@@ -156,13 +156,7 @@ def prepare(
     chunks, held = unwrap_model(models), lowered.placement.stages(rank)
     if training and not session.announced:
         _announce(session, faces, lowered, one, chunks[0])
-    for chunk in chunks:
-        layout.require_placed(chunk, one)
-    if len(models) != len(held):
-        raise ValueError(
-            f'rank {rank} has {len(models)} model chunks, but the schedule places {len(held)} '
-            'there: build as many as the num_chunks of what megatron_zbpp.enable() returns'
-        )
+    _require_built(chunks, held, rank, one)
     if models[0] not in session.compared:
         session.compared.add(models[0])
         require = [face.require for face in faces]
@@ -194,6 +188,18 @@ def prepare(
     for face in wraps:
         face.enter(executor)
     return Batch(groups, pipeline, config, call, lowered, executor), count
+
+
+def _require_built(
+    chunks: Sequence[torch.nn.Module], held: Sequence[int], rank: int, one: Placement
+) -> None:
+    for chunk in chunks:
+        layout.require_placed(chunk, one)
+    if len(chunks) != len(held):
+        raise ValueError(
+            f'rank {rank} has {len(chunks)} model chunks, but the schedule places {len(held)} '
+            'there: build as many as the num_chunks of what megatron_zbpp.enable() returns'
+        )
 
 
 def _allow(session: Session, arguments: Arguments, config: Any, num_ranks: int) -> None:

@@ -175,7 +175,7 @@ class AnnealedRates:
 
     def __init__(self, session: Session, endless: EndlessTraining) -> None:
         self._session, self._endless = session, endless
-        self._anneals = backwards_use(CORRECTED, find(session.programs.name))  # PipeMare's
+        self._anneals = backwards_use(CORRECTED, find(session.programs.source.name))  # PipeMare's
         self._scheduler: weakref.ref[OptimizerParamScheduler] | None = None
 
     def patches(self) -> Iterator[Patch]:

@@ -71,7 +71,7 @@ class TwoWay(Face):
             with session.collective('groups of the ranks of two replicas'):
                 own = dist.get_process_group_ranks(pipeline), pair, unasked
                 dist.all_gather_object(found, own)
-                require_asked(programs.name, not any(unasked for *_, unasked in found))
+                require_asked(programs.source.name, not any(unasked for *_, unasked in found))
                 for ranks in sorted({_both(found, own) for own, *_ in found}):
                     group = dist.new_group(list(ranks))
                     if dist.get_rank() in ranks:
