@@ -12,6 +12,7 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
+from megatron_zbpp.partitioning.plans import PartitionPlan
 from megatron_zbpp.planner.plans import Plan
 
 
@@ -29,7 +30,7 @@ def held(schedule: Schedule) -> tuple[float, ...]:
 
 
 def require_kept(
-    plan: Plan, limit: float | Sequence[float] | None, objective: str = 'makespan'
+    plan: Plan | PartitionPlan, limit: float | Sequence[float] | None, objective: str = 'makespan'
 ) -> None:
     """Raise AssertionError if a plan is not what it says, or holds more than its limit."""
     check(plan.schedule)
