@@ -7,11 +7,20 @@ from __future__ import annotations
 
 import re
 import sys
+from types import SimpleNamespace
 
 import commands
+import compositions
+import example
 import forked
+import models
+import nvidia
 import psutil
 import pytest
+from commands import run
+from grids import beside_another
+from paths import ROOT
+from ranks import RankError
 
 both = pytest.mark.parametrize('run', [commands.run, forked.run], ids=['new', 'forked'])
 
@@ -103,3 +112,151 @@ def runs(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+# ---- Legs of CI: one runs each case, one a case of each test.
+
+
+FILE = 'tests/megatron/test_post_validation.py'
+
+
+def collected(*arguments: str) -> set[str]:
+    command = [sys.executable, '-m', 'pytest', '--collect-only', '-q', FILE, *arguments]
+    done = forked.run(command, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-2000:]
+    return {line for line in done.stdout.splitlines() if '::' in line}
+
+
+class Item(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+def case(test, name, *marks, skipped=False):
+    """An item with `marks`, as pytest collects it."""
+    found = {each: (SimpleNamespace(args=()),) for each in marks}
+    found['skipif'] = (SimpleNamespace(args=(skipped,)),)
+    return Item(
+        nodeid=f'{test}[{name}]' if name else test,
+        get_closest_marker=lambda mark: next(iter(found.get(mark, ())), None),
+        iter_markers=lambda mark: iter(found.get(mark, ())),
+    )
+
+
+def test_one_case_of_each_test():
+    """The first that runs here: it is not lost where a mark skips those before it."""
+    items = [
+        case('a', 'dense-zb-v'),
+        case('a', 'experts-zb-v'),
+        case('b', 'needs a release', skipped=True),
+        case('b', 'any release'),
+        case('b', 'any other'),
+        case('c', ''),
+        case('differs', '1', 'each_release'),
+        case('differs', '2', 'each_release'),
+        case('takes long', '1', 'one_release'),
+        case('takes long, too', '', 'one_release'),
+    ]
+    left_out = beside_another(items)
+    kept = [item.nodeid for item in items if item not in left_out]
+    shown = ['a[dense-zb-v]', 'b[needs a release]', 'b[any release]', 'c']
+    assert kept == [*shown, 'differs[1]', 'differs[2]']
+
+
+def test_one_case_is_asked_for():
+    """Where tests are collected: each function that runs here has one case."""
+    whole, one = collected(), collected('--one-case')
+    names = [name.partition('[')[0] for name in one]
+    assert one < whole and sorted(set(names)) == sorted(names)
+    assert {*names} == {name.partition('[')[0] for name in whole}
+
+
+def test_flags_of_all_runs(monkeypatch, tmp_path):
+    """Of NVIDIA's loop and of the example; those of Megatron's own schedules stay as they are."""
+    words = []
+
+    def stopped(function, argv, *rest):
+        words.append(argv)
+        raise InterruptedError
+
+    monkeypatch.setenv('MEGATRON_ZBPP_STOCK', 'off')
+    monkeypatch.setattr(nvidia, 'ALSO', ['--pipeline-prewarm'])
+    ranks = SimpleNamespace(run=stopped)
+    for flags in ([], ['--pipeline-schedule', 'zb-v'], ['--pipeline-schedule-file', 'plan.json']):
+        with pytest.raises(InterruptedError):
+            nvidia.run(ranks, *flags)
+    for schedule in ('megatron', 'zb-v'):
+        with pytest.raises(InterruptedError):
+            example.run(ranks, '--pipeline-schedule', schedule)
+        words.append(models.Job().argv(schedule, False, tmp_path))
+    ours = [False, True, True, False, False, True, True]
+    assert ['--pipeline-prewarm' in argv for argv in words] == ours
+
+
+# ---- What is drawn for random trainings, and what is promised of it.
+
+
+DRAWN = [compositions.draw(seed) for seed in range(1500)]
+
+
+def test_everything_is_drawn():
+    assert [compositions.draw(seed) for seed in range(50)] == DRAWN[:50]
+    # each schedule, model, technique and event, and each pair of techniques
+    assert {each.schedule for each in DRAWN} == {*compositions.SCHEDULES}
+    assert {each.words[1] for each in DRAWN} == {*compositions.MODELS}
+    assert {each.event for each in DRAWN} == {*compositions.EVENTS}
+    names = [*compositions.TECHNIQUES]
+    seen = {(one, other) for each in DRAWN for one in each.techniques for other in each.techniques}
+    missing = {(one, other) for one in names for other in names} - seen
+    assert missing == {
+        ('split_vocabulary', 'split_embedding'),
+        ('split_embedding', 'split_vocabulary'),
+    }
+
+
+def test_the_docs_say_what_is_promised():
+    promised = {each for drawn in DRAWN for each in compositions.promises(drawn)}
+    assert {each.how for each in promised} == {
+        compositions.BITS,
+        compositions.CLOSE,
+        compositions.REFUSED,
+        compositions.ENDS,
+    }
+    for promise in promised:
+        page = ' '.join((ROOT / 'docs' / promise.page).read_text().split())
+        assert promise.quote in page, promise
+    assert compositions.pairs()['offload', 'evict'] == 'to the bit'
+    assert compositions.pairs()['overlap', 'offload'].startswith('refused: Megatron frees')
+    assert {row for row, _ in compositions.pairs()} >= {'sliced', 'split_vocabulary'}
+
+
+TRACEBACK = """rank 0: Traceback (most recent call last):
+  File "/site-packages/{file}", line 1, in step
+    fail()
+{error}
+rank 1: no answer
+"""
+
+
+@pytest.mark.parametrize(
+    ('file', 'error', 'explained'),
+    [
+        ('megatron_zbpp/mcore/a.py', 'NotImplementedError: x = 1: a reason: a cure', True),
+        ('megatron_zbpp/mcore/a.py', 'KeyError: (1, 0, 0)', False),
+        ('megatron_zbpp/mcore/a.py', 'AssertionError', False),
+        ('torch/autograd.py', 'RuntimeError: sizes: 1, 2', False),
+    ],
+)
+def test_errors_without_a_reason_are_faults(file, error, explained):
+    found = compositions.Failure.of(RankError(TRACEBACK.format(file=file, error=error)))
+    assert found == (error, explained)
+    assert compositions.Outcome('unexplained', error).is_fault
+
+
+def test_the_script_lists_and_refuses():
+    command = [sys.executable, 'scripts/fuzz_training.py', '--seed', '7', '--count']
+    lines = run([*command, '2', '--list'], cwd=ROOT).stdout.splitlines()
+    assert [line.partition(':')[0] for line in lines] == ['7', '8']
+    assert all(str(compositions.draw(7 + k)) in line for k, line in enumerate(lines))
+    refused = run([*command, '0'], cwd=ROOT)
+    assert refused.returncode == 2
+    assert '--count 0 is wrong because nothing would run' in refused.stderr

@@ -207,8 +207,7 @@ def test_other_bits_are_told(tmp_path, monkeypatch, capsys, differs):
 
     monkeypatch.setattr(ranks, 'run', train)
     args = Namespace(only=['zb-h1', 'zb-v'], logs=tmp_path, iterations=1, seconds=1)
-    fine = nccl.run_case(nccl.CASES[0], args, tmp_path)
-    assert fine == (differs is None)
+    assert nccl.run_case(nccl.CASES[0], args, tmp_path) == (differs is None)
     out = capsys.readouterr().out
     assert 'p2, zb-h1: done memory: 5' in out
     assert ('zb-v: FAILED: not the bits of the reference' in out) == (differs is not None)

@@ -1,6 +1,8 @@
 """What is published: the wheel plans, compares and draws by itself; the sources come with tests."""
 
+import doctest
 import email
+import importlib
 import re
 import shutil
 import sys
@@ -13,6 +15,7 @@ from commands import run
 from paths import ROOT
 
 import megatron_zbpp
+from megatron_zbpp.ir.schedule import grid
 
 # Runs lines of `zbpp` where none of those packages can be imported.
 ALONE = """
@@ -47,11 +50,17 @@ def built(tmp_path_factory):
     return folder
 
 
-def test_the_wheel_works_alone(built, tmp_path):
-    (wheel,) = built.glob('*.whl')
-    assert wheel.name == f'megatron_zbpp-{megatron_zbpp.__version__}-py3-none-any.whl'
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / 'site')
+@pytest.fixture
+def wheel(built):
+    (path,) = built.glob('*.whl')
+    with zipfile.ZipFile(path) as archive:
+        yield archive
+
+
+def test_the_wheel_works_alone(wheel, tmp_path):
+    name = f'megatron_zbpp-{megatron_zbpp.__version__}-py3-none-any.whl'
+    assert Path(wheel.filename).name == name
+    wheel.extractall(tmp_path / 'site')
     (metadata,) = tmp_path.glob('site/*.dist-info')
     assert 'zbpp = megatron_zbpp.cli:main' in (metadata / 'entry_points.txt').read_text()
     requires = [line for line in (metadata / 'METADATA').read_text().splitlines() if NEEDS in line]
@@ -83,15 +92,12 @@ def test_the_wheel_works_alone(built, tmp_path):
     assert (tmp_path / 'site/megatron_zbpp/py.typed').exists()
 
 
-def test_the_page_of_the_package(built):
+def test_the_page_of_the_package(wheel):
     """Every link of the README leads somewhere from outside the repository; pictures are raw."""
-    (wheel,) = built.glob('*.whl')
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith('.dist-info/METADATA'))
-        metadata = email.message_from_bytes(archive.read(name))
+    (name,) = (name for name in wheel.namelist() if name.endswith('.dist-info/METADATA'))
+    metadata = email.message_from_bytes(wheel.read(name))
     urls = dict(url.split(', ') for url in metadata.get_all('Project-URL'))
-    text = metadata.get_payload()
-    links = re.findall(r'(!?)\[[^\]]*\]\(([^)]+)\)', text)
+    links = re.findall(r'(!?)\[[^\]]*\]\(([^)]+)\)', metadata.get_payload())
     assert len(links) > 10 and metadata['Description-Content-Type'] == 'text/markdown'
     assert all(link.startswith(('https://', '#')) for _, link in links)
     pictures = {link.removeprefix(f'{urls["Source"]}/raw/main/') for mark, link in links if mark}
@@ -100,10 +106,8 @@ def test_the_page_of_the_package(built):
     assert all((ROOT / link.partition('/main/')[2].partition('#')[0]).exists() for link in files)
 
 
-def test_the_wheel_holds_every_file(built):
-    (wheel,) = built.glob('*.whl')
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
+def test_the_wheel_holds_every_file(wheel):
+    names = wheel.namelist()
     held = {name for name in names if name.startswith('megatron_zbpp/')}
     assert {name.partition('/')[0] for name in names} == {
         'megatron_zbpp',
@@ -114,12 +118,10 @@ def test_the_wheel_holds_every_file(built):
     assert held == ours
 
 
-def test_without_development_tools(built, tmp_path):
+def test_without_development_tools(wheel, tmp_path):
     """A wheel has no emulated kernels of Transformer Engine: `--cpu` says where they are."""
-    (wheel,) = built.glob('*.whl')
-    with zipfile.ZipFile(wheel) as archive:
-        assert not [name for name in archive.namelist() if 'nccl' in name or '/te/' in name]
-        archive.extractall(tmp_path / 'site')
+    assert not [name for name in wheel.namelist() if 'nccl' in name or '/te/' in name]
+    wheel.extractall(tmp_path / 'site')
     (tmp_path / 'pretrain.py').write_text('')
     asked = ['pretrain.py', '--transformer-impl', 'transformer_engine']
     command = [sys.executable, '-m', 'megatron_zbpp.launch', '--cpu', *asked]
@@ -139,3 +141,20 @@ def test_the_sources_come_with_tests_examples_and_docs(built):
     wanted = {str(here), 'examples/gpt/README.md', 'scripts/test.sh', 'pyproject.toml', 'LICENSE'}
     assert wanted | {'devtools/nccl.py', 'devtools/te/gemm.py'} <= held
     assert any(name.startswith('docs/') for name in held)
+
+
+# ---- The examples in docstrings are true.
+
+
+MODULES = [
+    '.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__')
+    for path in sorted((ROOT / 'megatron_zbpp').rglob('*.py'))
+    if '>>> ' in path.read_text()
+]
+
+
+@pytest.mark.parametrize('name', MODULES)
+def test_doctest(name):
+    """Drawings of schedules have `grid` at hand."""
+    result = doctest.testmod(importlib.import_module(name), extraglobs={'grid': grid})
+    assert result.attempted and not result.failed

@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import csv
 import json
 import re
 import shlex
@@ -14,12 +13,13 @@ from types import SimpleNamespace
 
 import pages
 import pytest
+from figures import held, span, timeline
 from forked import run
 from grids import some
 from paths import ROOT
 
 import megatron_zbpp
-from megatron_zbpp import Costs, build, simulate
+from megatron_zbpp import Costs, build, compare, simulate
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.cli import benching, main
 from megatron_zbpp.launch import flags
@@ -31,6 +31,7 @@ from megatron_zbpp.techniques.slices.place import in_slices
 from megatron_zbpp.techniques.updates.versions import steady_state
 from scripts import docs_gallery, flags_page, readme_picture, refusals_page
 
+DOCS = ROOT / 'docs'
 LINK = re.compile(r'\]\(([^)#\s]+)')
 ANCHOR = re.compile(r'\]\(([^)#\s]*\.md|)#([^)\s]+)\)')
 
@@ -64,7 +65,7 @@ def test_the_gallery_of_a_checkout():
     assert docs_gallery.PAGE.read_text() == docs_gallery.gallery(with_pictures=False)
     assert {family.name for family in own_families(every=True)} <= headings(docs_gallery.PAGE)
     # each with what was tried, or named below the table as what a GPU can
-    page = (ROOT / 'docs' / 'limits.md').read_text()
+    page = (DOCS / 'limits.md').read_text()
     assert page == refusals_page.page(), 'run python scripts/refusals_page.py'
     named = set(re.findall(r'`(\w+)`', page.partition('## Refusals left')[2]))
     assert set(rules.settings()) <= named
@@ -81,7 +82,7 @@ def test_the_gallery_of_a_checkout():
 def test_glossary_has_the_headings_of_tables(words, capsys):
     assert main([*words.split(), '--table', 'csv']) == 0
     headings = capsys.readouterr().out.partition('\n')[0].split(',')
-    defined = pages.section(ROOT / 'docs' / 'architecture.md', '## Glossary')
+    defined = pages.section(DOCS / 'architecture.md', '## Glossary')
     assert [name for name in headings if name not in defined] == []
 
 
@@ -98,7 +99,7 @@ def test_flags_of_ours_exist():
         named = set(re.findall(r'--pipeline-[a-z][a-z-]*[a-z]', page.read_text()))
         unknown = {flag for flag in named - ours if not flag.startswith('--pipeline-model-')}
         assert not unknown, page
-    page = (ROOT / 'docs' / 'flags.md').read_text()
+    page = (DOCS / 'flags.md').read_text()
     assert page == flags_page.page(), 'run python scripts/flags_page.py'
     (ours, _) = own_flags()._action_groups[2:]
     rows = re.findall(r'^\| `(--[a-z0-9-]+)', page, re.M)
@@ -119,8 +120,7 @@ def test_messages_are_those_of_the_code():
     """What troubleshooting quotes is said somewhere, or by torch."""
     sources = (ROOT / 'megatron_zbpp').rglob('*.py')
     said = '\n'.join(s for source in sources for s in strings(ast.parse(source.read_text())))
-    text = (ROOT / 'docs' / 'troubleshooting.md').read_text()
-    quoted = re.findall(r'^### `(.+?)`', text, re.M)
+    quoted = re.findall(r'^### `(.+?)`', (DOCS / 'troubleshooting.md').read_text(), re.M)
     assert len(quoted) > 20
     parts = [part.strip() for message in quoted for part in message.split('…')]
     torchs = 'Torch not compiled with CUDA enabled'
@@ -128,7 +128,7 @@ def test_messages_are_those_of_the_code():
 
 
 def test_the_schedule_of_one_s_own_is_zb_h1():
-    page = ROOT / 'docs' / 'your-own-schedule.md'
+    page = DOCS / 'your-own-schedule.md'
     files = pages.files(page)
     assert len([line for line in files['mine.py'].splitlines() if line.strip()]) <= 15
     for module, sizes in product(('mine', 'table'), ((2, 8), (4, 3), (8, 24))):
@@ -146,113 +146,100 @@ def test_the_gallery_has_every_family():
     assert '| [`1f1b`](#1f1b) | 27.3% | 27.3% | 4 |' in page
     assert '| [`zb-v`](#zb-v) | 0.0% | 5.9% | 4 |' in page
     assert '| [`seq-zb-v`](#seq-zb-v) | 0.0% | 1.5% | 1.75 |' in page
-    page = pages.section(ROOT / 'docs' / 'flags.md', '## API')
+    page = pages.section(DOCS / 'flags.md', '## API')
     named = re.findall(r'^::: megatron_zbpp\.(\w+)$', page, re.M)
     assert sorted(named) == sorted(set(megatron_zbpp.__all__) - {'__version__'})
 
 
+def words(page: str) -> str:
+    """The text of a page in one line."""
+    return ' '.join((DOCS / f'{page}.md').read_text().split())
+
+
+def rows(page: str, pattern: str, count: int) -> list:
+    """The rows of tables of a page, of which there are so many."""
+    found = re.findall(pattern, (DOCS / f'{page}.md').read_text(), re.M)
+    assert len(found) == count, page
+    return found
+
+
+def idle(schedule, costs=None, form='g') -> str:
+    """The share of GPU time that is idle, and the peak memory."""
+    costs = costs or Costs.uniform(schedule.placement)
+    share = simulate(schedule, costs).idle_all_ranks
+    return f'{100 * share:.1f} % [{max(peak(schedule, costs)):{form}}]'
+
+
 def simulated(name, comm=0.0, chunks=None):
     """Bubble and idle GPU time in percent, and the peak memory, of a row of choosing.md."""
-    schedule = build(name, 8, 24, num_chunks=chunks)
-    costs = Costs.uniform(schedule.placement, comm=comm)
-    timeline = simulate(schedule, costs)
-    return (
-        f'{100 * timeline.bubble:.1f} %',
-        f'{100 * timeline.idle_all_ranks:.1f} %',
-        f'{max(peak(schedule, costs)):g}',
-    )
+    found = timeline(schedule := build(name, 8, 24, num_chunks=chunks), comm=comm)
+    shares = (f'{100 * share:.1f} %' for share in (found.bubble, found.idle_all_ranks))
+    return (*shares, f'{max(held(schedule)):g}')
 
 
-def test_what_a_partner_costs(capsys):
+def test_what_a_partner_costs():
     """As `compare` says: the page once had the bubble of 1F1B."""
-    words = 'compare --schedules 1f1b,bpipe --pp 8 --microbatches 24 --table csv'
-    assert main(words.split()) == 0
-    rows = {row['schedule']: row for row in csv.DictReader(capsys.readouterr().out.splitlines())}
-    idle = {name: f'{float(row["idle"].strip("%")):.1f} %' for name, row in rows.items()}
-    text = ' '.join((ROOT / 'docs' / 'does-not-fit.md').read_text().split())
-    assert f'idle for {idle["bpipe"]} instead of {idle["1f1b"]}' in text
+    found = {row.name: f'{100 * row.idle:.1f} %' for row in compare(8, 24, ['1f1b', 'bpipe'])}
+    assert f'idle for {found["bpipe"]} instead of {found["1f1b"]}' in words('does-not-fit')
 
 
 def test_numbers_of_the_schedules():
     """The two tables of choosing.md are what the simulator says."""
-    text = (ROOT / 'docs' / 'choosing.md').read_text()
-    row = re.compile(r'^\| (`.+?) \| ([\d.]+ %) \[([\d.]+ %)\] \| (.+?) \|', re.M)
-    rows = row.findall(text)
-    assert len(rows) == 10
-    for names, window, makespan, memory in rows:
-        named = re.findall('`(.+?)`', names)
-        found = [simulated(name) for name in named]
+    row = r'^\| (`.+?) \| ([\d.]+ %) \[([\d.]+ %)\] \| (.+?) \|'
+    for names, window, makespan, memory in rows('choosing', row, 10):
+        found = [simulated(name) for name in re.findall('`(.+?)`', names)]
         assert {each[:2] for each in found} == {(window, makespan)}, names
         assert ', '.join(each[2] for each in found) == memory, names
-    heads = ('1f1b', 'zb-h1', 'zb-v', 'zb-interleaved', 'zb-2p')
-    rows = re.findall(r'^\| ([\d.]+)(?: F)? \|((?: [\d.]+ % \|){5})$', text, re.M)
-    assert len(rows) == 3
-    for comm, cells in rows:
-        options = [{'chunks': 4} if name == 'zb-interleaved' else {} for name in heads]
-        found = [
-            simulated(n, comm=float(comm), **o)[1] for n, o in zip(heads, options, strict=True)
-        ]
+    heads = {'1f1b': None, 'zb-h1': None, 'zb-v': None, 'zb-interleaved': 4, 'zb-2p': None}
+    row = r'^\| ([\d.]+)(?: F)? \|((?: [\d.]+ % \|){5})$'
+    for comm, cells in rows('choosing', row, 3):
+        found = [simulated(name, float(comm), chunks)[1] for name, chunks in heads.items()]
         assert cells.strip(' |').split(' | ') == found
 
 
+CELL = r'[\d.]+ % \[[\d.]+\](?: \| | \|$)'
+
+
 def test_numbers_of_slices():
-    text = (ROOT / 'docs' / 'choosing.md').read_text()
-    rows = re.findall(r'^\| `(.+?)` \| ((?:[\d.]+ % \[[\d.]+\](?: \| | \|$)){4})', text, re.M)
-    assert len(rows) == 5
-    for name, cells in rows:
-        for slices, cell in zip((1, 2, 4, 8), cells.strip(' |').split(' | '), strict=True):
-            schedule = in_slices(name, 8, 4, slices)
-            costs = Costs.uniform(schedule.placement)
-            timeline, held = simulate(schedule, costs), max(peak(schedule, costs))
-            assert cell == f'{100 * timeline.idle_all_ranks:.1f} % [{held:g}]', (name, slices)
-
-
-def test_numbers_of_balanced_slices():
-    text = (ROOT / 'docs' / 'choosing.md').read_text()
-    rows = re.findall(r'^\| (0\.\d) \| (.+ \[[\d.]+\]) \| ([\d, ]+) \|$', text, re.M)
-    assert len(rows) == 3
-    for share, cells, tokens in rows:
+    """By schedule, and of long sequences by microbatches; sizes that balance."""
+    for page, head, slices, made in (
+        ('choosing', '`(.+?)`', (1, 2, 4, 8), lambda name, n: in_slices(name, 8, 4, n)),
+        ('long-context', r'(\d+)', LONG, lambda m, n: in_slices('zb-v', 8, int(m), n)),
+    ):
+        for row, cells in rows(page, rf'^\| {head} \| ((?:{CELL}){{{len(slices)}}})', 5):
+            assert cells.strip(' |').split(' | ') == [idle(made(row, n)) for n in slices], row
+    row = r'^\| (0\.\d) \| (.+ \[[\d.]+\]) \| ([\d, ]+) \|$'
+    for share, cells, tokens in rows('choosing', row, 3):
         attention, found = Attention(float(share)), []
-        for name in ('zb-h1', 'zb-v'):
-            schedule = in_slices(name, 8, 4, 4)
-            costs = Costs.uniform(
-                schedule.placement, 1, 1 + 1.5 * attention.share, 1 - attention.share
-            )
+        for schedule in (in_slices(name, 8, 4, 4) for name in ('zb-h1', 'zb-v')):
+            own = 1, 1 + 1.5 * attention.share, 1 - attention.share
+            costs = Costs.uniform(schedule.placement, *own)
             sizes = balanced(4, 131072, attention, costs)
-            for own in ((1,) * 4, sizes):
-                cut = in_parts(costs, own, attention)
-                bubble, held = simulate(schedule, cut).idle_all_ranks, max(peak(schedule, cut))
-                found.append(f'{100 * bubble:.1f} % [{held:.3g}]')
+            ways = (in_parts(costs, each, attention) for each in ((1,) * 4, sizes))
+            found += [idle(schedule, each, '.3g') for each in ways]
             assert tokens == ', '.join(map(str, sizes))
         assert cells == ' | '.join(found)
 
 
+LONG = (1, 2, 4, 8, 16)
+
+
 def test_numbers_of_long_context():
-    """Bubbles and memory by microbatches, and by what messages take."""
-    text = (ROOT / 'docs' / 'long-context.md').read_text()
-    rows = re.findall(r'^\| (\d+) \| ((?:[\d.]+ % \[[\d.]+\](?: \| | \|$)){5})', text, re.M)
+    """Bubbles by what messages take, and of long attention."""
     costs = Costs.uniform(build('zb-v', 8, 1).placement)
-    assert [int(m) for m, _ in rows] == [1, 2, 4, 8, 16]
-    for m, cells in rows:
-        for slices, cell in zip((1, 2, 4, 8, 16), cells.strip(' |').split(' | '), strict=True):
-            schedule = in_slices('zb-v', 8, int(m), slices)
-            bubble, held = simulate(schedule, costs).idle_all_ranks, max(peak(schedule, costs))
-            assert cell == f'{100 * bubble:.1f} % [{held:g}]', (m, slices)
     windows = [max(simulate(in_slices('zb-v', 8, 4, n), costs).windows) for n in (4, 5)]
     assert windows[0] > 12.1 and windows[1] == pytest.approx(12)  # m (F + B + W); n of 14/3
-    rows = re.findall(r'^\| ([\d.]+) F,? (.+?) \|((?: [\d.]+ % \|){5})$', text, re.M)
-    assert len(rows) == 2
-    for comm, how, cells in rows:
-        for slices, cell in zip((1, 2, 4, 8, 16), cells.strip(' |').split(' | '), strict=True):
-            own = replace(costs, comm=float(comm) / (slices if 'its part' in how else 1))
-            bubble = simulate(in_slices('zb-v', 8, 4, slices), own).idle_all_ranks
-            assert cell == f'{100 * bubble:.1f} %', (how, slices)
-    text = (ROOT / 'docs' / 'choosing.md').read_text()
+    row = r'^\| ([\d.]+) F,? (.+?) \|((?: [\d.]+ % \|){5})$'
+    for comm, how, cells in rows('long-context', row, 2):
+        parts = [n if 'its part' in how else 1 for n in LONG]
+        own = [replace(costs, comm=float(comm) / part) for part in parts]
+        found = [idle(in_slices('zb-v', 8, 4, n), c) for n, c in zip(LONG, own, strict=True)]
+        assert cells.strip(' |').split(' | ') == [each.partition(' [')[0] for each in found], how
+    text = (DOCS / 'choosing.md').read_text()
     bubbles = {}
     for name in ('zb-v', 'interleaved', '1f1b'):
         schedule = build(name, 8, 24)
-        timeline = simulate(schedule, Costs.uniform(schedule.placement, weight=0))
-        bubbles[name] = f'{100 * timeline.idle_all_ranks:.1f} %'
+        bubbles[name] = idle(schedule, Costs.uniform(schedule.placement, weight=0)).split(' [')[0]
     assert bubbles['zb-v'] == bubbles['interleaved']
     assert f'{bubbles["zb-v"]} of all GPU time idle' in text and f'has {bubbles["1f1b"]} |' in text
 
@@ -265,33 +252,19 @@ def test_blocks_of_output_are_what_is_printed(command, text):
     assert text in done.stdout, command
 
 
-def held_of(name, p):
-    """The most activations of a rank in the long run."""
-    schedule = build(name, p, 3 * p)
-    return max(peak(schedule, Costs.uniform(schedule.placement)))
-
-
 def test_memory_in_words():
     """What `v-half` and `v-min` hold of the activations of 1F1B, at the sizes that pages name."""
-    found = {}
-    for page in (
-        pages.README,
-        *(ROOT / 'docs' / f'{name}.md' for name in ('choosing', 'does-not-fit')),
-    ):
+    found = set()
+    for page in (pages.README, DOCS / 'choosing.md', DOCS / 'does-not-fit.md'):
         text = page.read_text()
         for name, rest in re.findall(r'`(v-half|v-min)` (?:\| |holds )?([^|;:]*)', text):
-            for held, of, p in re.findall(
-                r"(\d+) of (?:1F1B's )?(\d+)(?: activations)? at p = (\d+)", rest
-            ):
-                assert (float(held), float(of)) == (
-                    held_of(name, int(p)),
-                    held_of('1f1b', int(p)),
-                ), page
-                found[page.stem, name, p] = held
-    assert {('README', 'v-half', '8'), ('choosing', 'v-half', '4'), ('choosing', 'v-min', '8')} <= {
-        *found
-    }
-    assert ('does-not-fit', 'v-half', '8') in found
+            said = r"(\d+) of (?:1F1B's )?(\d+)(?: activations)? at p = (\d+)"
+            for *numbers, p in re.findall(said, rest):
+                most = [max(held(build(each, int(p), 3 * int(p)))) for each in (name, '1f1b')]
+                assert list(map(float, numbers)) == most, page
+                found.add((page.stem, name, p))
+    wanted = {('README', 'v-half', '8'), ('does-not-fit', 'v-half', '8')}
+    assert wanted | {('choosing', 'v-half', '4'), ('choosing', 'v-min', '8')} <= found
     for page in pages.PAGES:
         assert "half of 1F1B's activations" not in page.read_text(), page
 
@@ -299,17 +272,10 @@ def test_memory_in_words():
 def test_few_microbatches():
     """Of the idle GPU time of `zb-h1`, as README and choosing.md say: half or a little more."""
     said = 'half the idle GPU time of `zb-h1`, or a little more'
-    assert all(said in page.read_text() for page in (pages.README, ROOT / 'docs' / 'choosing.md'))
-    for p in (2, 4, 8, 16):
-        for m in range(p, 2 * p):
-            idle = {}
-            for name in ('zb-h1', 'zb-v'):
-                schedule = build(name, p, m)
-                idle[name] = simulate(schedule, Costs.uniform(schedule.placement)).idle_all_ranks
-            assert 0.5 <= idle['zb-v'] / idle['zb-h1'] < 0.6, (p, m)
-
-
-VOCABULARY = (ROOT / 'docs' / 'large-vocabulary.md').read_text()
+    assert all(said in page.read_text() for page in (pages.README, DOCS / 'choosing.md'))
+    for p, m in [(k, k + more) for k in (2, 4, 8, 16) for more in range(k)]:
+        own, other = (timeline(build(name, p, m)).idle_all_ranks for name in ('zb-v', 'zb-h1'))
+        assert 0.5 <= own / other < 0.6, (p, m)
 
 
 def with_shards(capsys, name, microbatches, share=None):
@@ -324,14 +290,14 @@ def with_shards(capsys, name, microbatches, share=None):
 @some('share', ['0.1', '0.5'], '0.05', '0.2', '0.3')
 def test_numbers_of_shards(capsys, share):
     """Rows of large-vocabulary.md: makespans with shards."""
-    rows = dict(re.findall(r'^\| (0\.\d+) \| [\d.]+ \|(.+)\|$', VOCABULARY, re.M))
-    assert [*rows] == ['0.05', '0.1', '0.2', '0.3', '0.5']
-    cells = [float(cell.strip('* ')) for cell in rows[share].split('|')]
+    shares = dict(rows('large-vocabulary', r'^\| (0\.\d+) \| [\d.]+ \|(.+)\|$', 5))
+    assert [*shares] == ['0.05', '0.1', '0.2', '0.3', '0.5']
+    cells = [float(cell.strip('* ')) for cell in shares[share].split('|')]
     for name, shards in zip(('1f1b', 'zb-h1', 'zb-v'), cells[1::2], strict=True):
         assert shards == round(with_shards(capsys, name, 32, share)[0], 1)
 
 
-SPANS = re.findall(r'^\| `(.+?)` \| ([\d.]+) \| (.+?) \| ([\d.]+) \| (.+?) \|$', VOCABULARY, re.M)
+SPANS = rows('large-vocabulary', r'^\| `(.+?)` \| ([\d.]+) \| (.+?) \| ([\d.]+) \| (.+?) \|$', 5)
 
 
 @some('at', [len(SPANS) - 1], *range(5))
@@ -348,77 +314,58 @@ def test_spans_of_shards(capsys, at):
 
 
 def test_shares_of_vocabularies():
-    for words, cells in re.findall(r'^\| (\d+)k words \|(.+)\|$', VOCABULARY, re.M):
+    for words, cells in re.findall(
+        r'^\| (\d+)k words \|(.+)\|$', (DOCS / 'large-vocabulary.md').read_text(), re.M
+    ):
         shares = (int(words) * 1024 / (12 * hidden) / 4 / 8 for hidden in (2048, 4096, 8192))
         assert cells.strip().split(' | ') == [f'{share:.2f}' for share in shares]
 
 
 def test_numbers_of_simulated_prose(capsys):
     """Sentences of choosing.md and planning.md."""
-    choosing, planning = (
-        ' '.join((ROOT / 'docs' / f'{name}.md').read_text().split())
-        for name in ('choosing', 'planning')
-    )
-    stp, zb_v = (build(name, 8, 24) for name in ('stp', 'zb-v'))
-    spans = [simulate(made) for made in (stp, zb_v)]
+    choosing, planning = words('choosing'), words('planning')
+    stp, zb_v = (timeline(build(name, 8, 24)) for name in ('stp', 'zb-v'))
     for share, pays in ((0.94, True), (0.95, False)):
         paired = build('dualpipe-v', 8, 24, together=True)
         costs = replace(Costs.uniform(paired.placement), together=share)
-        assert (simulate(paired, costs).makespan < spans[1].makespan) == pays
+        assert (simulate(paired, costs).makespan < zb_v.makespan) == pays
     assert 'they pay from 0.94 down' in choosing
-    words = 'simulate --schedule stp --pp 8 --microbatches 24 --together FB=0.9 --json'
-    assert main(words.split()) == 0
+    line = 'simulate --schedule stp --pp 8 --microbatches 24 --together FB=0.9 --json'
+    assert main(line.split()) == 0
     hidden = json.loads(capsys.readouterr().out)['makespan']
-    assert (
-        f'makespan is {spans[0].makespan:g} where pairs hide nothing, as that of `zb-v`, and '
-        f'{hidden:.1f} where' in choosing
-    ) and spans[0].makespan == spans[1].makespan
-    assert f'With post-validation `zb-v` takes {max(spans[1].windows):g}, in half' in choosing
+    said = f'makespan is {stp.makespan:g} where pairs hide nothing, as that of `zb-v`, and '
+    assert f'{said}{hidden:.1f} where' in choosing and stp.makespan == zb_v.makespan
+    assert f'With post-validation `zb-v` takes {max(zb_v.windows):g}, in half' in choosing
     ahead = []
     for p in (4, 8):
-        late, own = build('pipedream-2bw', p, p), build('zb-v', p, p)
-        steady = steady_state(simulate(late, Costs.uniform(late.placement)))
-        makespan = simulate(own, Costs.uniform(own.placement)).makespan
-        ahead.append(f'{100 * (1 - steady.period / makespan):.0f}')
+        steady = steady_state(timeline(build('pipedream-2bw', p, p)))
+        ahead.append(f'{100 * (1 - steady.period / span(build("zb-v", p, p))):.0f}')
     assert f'simulated {ahead[0]} to {ahead[1]} % ahead of `zb-v` at m = p' in choosing
-    idle = {}
-    for name, chunks in (('zb-v', None), ('zb-interleaved', 4)):
-        made = build(name, 8, 24, num_chunks=chunks)
-        idle[name] = simulate(made, Costs.uniform(made.placement, 1, 1.2, 0.8)).idle_all_ranks
-    assert f'{100 * idle["zb-interleaved"]:.1f} % of idle GPU time: that of `zb-int' in planning
-    assert f"`zb-v`'s {100 * idle['zb-v']:.1f} %" in planning
+    made = build('zb-v', 8, 24), build('zb-interleaved', 8, 24, num_chunks=4)
+    own, other = (f'{100 * timeline(each, 1, 1.2, 0.8).idle_all_ranks:.1f} %' for each in made)
+    assert f'{other} of idle GPU time: that of `zb-int' in planning
+    assert f"`zb-v`'s {own}" in planning
     assert len(families()) == 30 and planning.count('thirty') == 2
 
 
 def test_formulas_of_two_way_pipelines():
-    text = (ROOT / 'docs' / 'two-way.md').read_text()
-    rows = re.findall(r'^\| `([\w-]+)` \| even D[^|]*\| ([^|]+) \| ([^|]+) \|$', text, re.M)
-    assert len(rows) == 6
-    for name, *cells in rows:
+    row = r'^\| `([\w-]+)` \| even D[^|]*\| ([^|]+) \| ([^|]+) \|$'
+    for name, *cells in rows('two-way', row, 6):
         for cell, formula in zip(cells, (find(name).bubble, find(name).memory), strict=True):
-            ours = (
-                re.sub(r' \((?:F[ =]|m ).*', '', formula.text)
-                .replace(' ', '')
-                .replace('atmost', '')
-            )
-            assert cell.replace(' ', '').replace('D', 'p').replace('atmost', '') == ours, name
-
-
-def table(page, row):
-    """The cells behind the name of a row."""
-    (found,) = re.findall(rf'^\| {re.escape(row)} \| (.+) \|$', page.read_text(), re.M)
-    return found
+            term = re.sub(r' \((?:F[ =]|m ).*', '', formula.text)
+            ours, theirs = (re.sub(' |at most', '', each) for each in (term, cell))
+            assert theirs.replace('D', 'p') == ours, name
 
 
 def test_measured_numbers_are_those_of_their_files():
     """README's are those of the page of benchmarks, and of the runs on a GPU."""
-    measured = ROOT / 'docs' / 'benchmarks' / 'index.md'
+    measured = DOCS / 'benchmarks' / 'index.md'
     block = pages.section(pages.README, '## Measured')
     rows = re.findall(r'^\| (.+?) \| (\d.+) \|$', block, re.M)
     assert len(rows) == 6
     for name, cells in rows:
         assert f'\n| {name} | {cells} |\n' in measured.read_text(), name
-    file = ROOT / 'docs' / 'results' / '2026-11-27-NVIDIA-H200.json'
+    file = DOCS / 'results' / '2026-11-27-NVIDIA-H200.json'
     speed = {
         row['schedule']: row['tokens_per_second_per_gpu']
         for row in json.loads(file.read_text())['rows']
@@ -431,8 +378,7 @@ def test_measured_numbers_are_those_of_their_files():
 
 def test_the_bench_of_the_page_is_its_file(capsys):
     """Of five rounds: the table is what the command prints of these runs."""
-    file = ROOT / 'docs' / 'results' / '2026-11-28-bench-CPU.json'
-    kept = json.loads(file.read_text())
+    kept = json.loads((DOCS / 'results' / '2026-11-28-bench-CPU.json').read_text())
     line = SimpleNamespace(args=None, on_cpu=True)
     job = SimpleNamespace(tokens=kept['tokens'], line=line, own=(), script='pretrain_gpt.py')
     assert {len(runs) for runs in kept['runs'].values()} == {5}
@@ -440,7 +386,7 @@ def test_the_bench_of_the_page_is_its_file(capsys):
     benching._judge(rows, job)
     benching._print(rows, job)
     out = capsys.readouterr().out
-    page = ROOT / 'docs' / 'benchmarks' / 'index.md'
+    page = DOCS / 'benchmarks' / 'index.md'
     (block,) = (b.text for b in pages.blocks() if (b.page, b.language) == (page, 'text'))
     assert out.startswith(block)
 
@@ -457,24 +403,20 @@ def test_the_first_picture_shows_what_the_text_says(tmp_path):
     """The command beside it draws it, and the simulator saves what its description says."""
     readme_picture.draw(str(tmp_path / 'saving.png'))
     assert (tmp_path / 'saving.png').read_bytes()[:4] == b'\x89PNG'
-    makespans = {}
-    for name in readme_picture.SCHEDULES:
-        schedule = build(name, readme_picture.RANKS, readme_picture.MICROBATCHES)
-        makespans[name] = simulate(schedule, Costs.uniform(schedule.placement)).makespan
-    saved = {name: f'{1 - each / makespans["1f1b"]:.0%}' for name, each in makespans.items()}
-    said = f'zb-h1 saves {saved["zb-h1"][:-1]} %, zb-v {saved["zb-v"][:-1]} %'
-    for page in (pages.README, ROOT / 'docs' / 'index.md'):
-        assert said in page.read_text()
+    sizes = readme_picture.RANKS, readme_picture.MICROBATCHES
+    spans = {name: span(build(name, *sizes)) for name in readme_picture.SCHEDULES}
+    saved = {name: f'{100 * (1 - each / spans["1f1b"]):.0f} %' for name, each in spans.items()}
+    said = f'zb-h1 saves {saved["zb-h1"]}, zb-v {saved["zb-v"]}'
+    assert all(said in page.read_text() for page in (pages.README, DOCS / 'index.md'))
 
 
 def test_names_of_other_runtimes_are_understood():
     """In the section for those who come from there: schedules, our flags, and flags of forks."""
     head = '## Coming from another pipeline runtime'
-    page = pages.section(ROOT / 'docs' / 'getting-started.md', head)
+    page = pages.section(DOCS / 'getting-started.md', head)
     ours = {option for action in own_flags()._actions for option in action.option_strings}
     named = set(re.findall(r'--(?:pipeline-schedule|pipeline-[a-z]+-?[a-z-]*)', page))
-    megatrons = {'--pipeline-model-parallel-layout'}
-    assert named - megatrons <= ours
+    assert named - {'--pipeline-model-parallel-layout'} <= ours
     fork = page.partition('\n### sail-sg')[2].partition('\n### ')[0]
     theirs = re.findall(r'^\| `(--[a-z0-9-]+)', fork, re.M)
     assert len(theirs) > 6 and set(theirs) <= ours
@@ -489,7 +431,7 @@ def test_names_of_other_runtimes_are_understood():
 
 def test_schedules_beside_those_of_languages_are_there():
     """On the page of planning: names that one can give, and passes that a file can have."""
-    section = pages.section(ROOT / 'docs' / 'planning.md', '## What schedule languages express')
+    section = pages.section(DOCS / 'planning.md', '## What schedule languages express')
     cells = [line.split('|')[2] for line in section.splitlines() if line.startswith('|')]
     words = re.findall(r'`([\w-]+)`', ''.join(cells))
     no_names = {'placement', 'passes', 'auto', *(word for word in words if word.isupper())}
@@ -497,5 +439,4 @@ def test_schedules_beside_those_of_languages_are_there():
     assert len(named) > 12 and all(find(name) for name in named)
     assert {word for word in words if word.isupper()} <= {*'FBWROLEK', 'BW'}
     shown = {Path(found).name for page in pages.PAGES for found in LINK.findall(page.read_text())}
-    pictures = {picture.name for picture in (ROOT / 'docs' / 'pictures').iterdir()}
-    assert pictures <= shown
+    assert {picture.name for picture in (DOCS / 'pictures').iterdir()} <= shown

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from commands import run
+from figures import span, timeline
 from pages import README
 from paths import ROOT
 
-from megatron_zbpp import Costs, build, simulate
+from megatron_zbpp import build
 from megatron_zbpp.partitioning.setup_prediction import BY_RATES, BY_TIMES
 from megatron_zbpp.techniques.composition import TRAINED_BY
 from megatron_zbpp.techniques.updates.versions import SteadyState, steady_state
@@ -41,7 +42,6 @@ def tables_of(page: Path) -> list[list[str]]:
 
 
 def tables(text: str) -> list[str]:
-    """Each with its heading."""
     return [each.strip() for each in re.split('^(?=##)', text, flags=re.M)[1:]]
 
 
@@ -124,13 +124,8 @@ def test_computed_rates_are_the_papers(printed):
 ASYNCHRONOUS = (ROOT / 'docs' / 'asynchronous.md').read_text()
 
 
-def simulated(name: str, p: int, m: int):
-    schedule = build(name, p, m)
-    return simulate(schedule, Costs.uniform(schedule.placement))
-
-
 def steady(name: str, p: int, m: int) -> SteadyState:
-    found = steady_state(simulated(name, p, m))
+    found = steady_state(timeline(build(name, p, m)))
     assert found is not None
     return found
 
@@ -144,16 +139,12 @@ def test_times_of_a_call():
     assert len(rows) == 4
     for p, m, cells in rows:
         sizes = int(p), int(m)
-        zb_v = simulated('zb-v', *sizes)
-        assert cells.split(' | ') == [
-            f'{3 * sizes[1]}',
-            *(f'{simulated(name, *sizes).makespan:g}' for name in ('1f1b', 'zb-h1')),
-            f'{zb_v.makespan:g} [{max(zb_v.windows):g}]',
-            *(
-                f'{steady(name, *sizes).period:.5g}'
-                for name in ('pipedream-2bw', 'wpipe', 'wpipe-joint')
-            ),
-        ]
+        zb_v = timeline(build('zb-v', *sizes))
+        spans = [f'{span(build(name, *sizes)):g}' for name in ('1f1b', 'zb-h1')]
+        endless = ('pipedream-2bw', 'wpipe', 'wpipe-joint')
+        periods = [f'{steady(name, *sizes).period:.5g}' for name in endless]
+        own = f'{zb_v.makespan:g} [{max(zb_v.windows):g}]'
+        assert cells.split(' | ') == [f'{3 * sizes[1]}', *spans, own, *periods]
 
 
 def test_times_of_trained_methods():

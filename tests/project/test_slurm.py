@@ -109,8 +109,7 @@ def test_on_cpu(tmp_path):
 def test_benchmark(tmp_path):
     launched = launch(BENCHMARK, tmp_path, '--iterations', '5', MODELS='28.3b', SLURM_NNODES='4')
     assert launched.status == 0, launched.errors
-    script = str(ROOT / 'scripts' / 'benchmark_gpt.py')
-    at = launched.argv.index(script)
+    at = launched.argv.index(str(ROOT / 'scripts' / 'benchmark_gpt.py'))
     assert launched.torchrun[: at - len(launched.argv)] == [
         *('torchrun', '--nnodes', '4', '--nproc-per-node', '8', '--master-port', '29500')
     ]
@@ -201,21 +200,11 @@ def test_what_the_user_sets(tmp_path):
     assert script[script.index('--pipeline-schedule') + 1] == 'zb-h1'
     assert '--sequence-parallel' in script
     assert '--pipeline-schedule' not in launch(file, tmp_path, SCHEDULE='').script
-    argv = launch(file, tmp_path, SLURM_NNODES='64').argv
-    assert number(argv, '--nnodes') == 64
+    assert number(launch(file, tmp_path, SLURM_NNODES='64').argv, '--nnodes') == 64
 
 
-REFUSED = [
-    ('6.2b', {'DATA': ''}, 1, 'DATA: is not set: give the prefix'),
-    ('6.2b', {'MEGATRON_LM': ''}, 1, 'MEGATRON_LM: is not set: give the folder'),
-    ('28.3b', {'SLURM_NNODES': '3'}, 2, 'gpt-28.3b: 24 GPUs do not divide by 32 (tensor x '
-     'pipeline parallel): give another number of --nodes'),
-    ('6.2b', {'SLURM_NNODES': '2', 'GLOBAL_BATCH': '100'}, 2, 'gpt-6.2b: GLOBAL_BATCH=100 does not '
-     'divide by 6 (data parallel x micro batch): set another GLOBAL_BATCH'),
-    ('6.2b', {'DEVICE': 'tpu'}, 2, 'gpt-6.2b: DEVICE=tpu: set it to gpu or cpu'),
-    ('6.2b', {'SLURM_GPUS_PER_NODE': '0'}, 2, 'gpt-6.2b: 0 GPUs a node: set GPUS_PER_NODE to the '
-     'number of processes that a node is to have, and DEVICE=cpu if it has no GPU'),
-]  # fmt: skip
+# size, environment, exit code, and what is said
+REFUSED = json.loads(Path(__file__).with_name('refused_jobs.json').read_text())
 
 
 @pytest.mark.parametrize(('name', 'environment', 'status', 'said'), REFUSED)

@@ -16,8 +16,7 @@ def kernel(name, stream, writes, begin=0, end=8, block=BLOCK):
 
 
 def order(*records):
-    allocated = [Kind.ALLOCATE, BLOCK, 8, 0]
-    return Order(NAMES.__getitem__).read(sum(records, allocated))
+    return Order(NAMES.__getitem__).read(sum(records, [Kind.ALLOCATE, BLOCK, 8, 0]))
 
 
 def races(*records):
@@ -120,8 +119,7 @@ def test_memory_that_is_freed(before, after, found):
 def test_peak_bytes(looked, held):
     """What another stream has recorded comes back once the host knows that this is done."""
     recorded = [*kernel(FIRST, 1, READS), Kind.RECORD_STREAM, BLOCK, 1]
-    again = [Kind.ALLOCATE, 8, 16, 0]
-    found = order(recorded, FREE, looked, again)
+    found = order(recorded, FREE, looked, [Kind.ALLOCATE, 8, 16, 0])
     assert (found.planned, found.held) == (16, held)
 
 

@@ -35,8 +35,7 @@ def test_a_summary_counts_each_feature_once():
         )
     ]
     matrix, details = support_page._matrix(rows), support_page._details(rows)
-    experts = '| [Mixture of experts](#mixture-of-experts) | = 1, — 1 | = 2 |'
-    assert matrix[2] == experts
+    assert matrix[2] == '| [Mixture of experts](#mixture-of-experts) | = 1, — 1 | = 2 |'
     (parallel,) = [line for line in matrix if 'waits' in line]
     assert parallel.endswith('| waits 1 | waits 1 |')
     folded = '<details id="mixture-of-experts" markdown="1">'

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 NAMES = ('chromium', 'chromium-browser', 'google-chrome', 'chrome')
@@ -76,6 +78,35 @@ class Page:
 
     def mouse(self, kind: str, x: float, y: float, **params) -> None:
         self.call('Input.dispatchMouseEvent', type=kind, x=x, y=y, **params)
+
+    def silent(self) -> bool:
+        """Whether the console said nothing, and nothing but one document was asked for."""
+        noisy = 'Log.entryAdded', 'Runtime.consoleAPICalled', 'Runtime.exceptionThrown'
+        self.evaluate('1')  # events of before come before its answer
+        asked = [e for e in self.events if e['method'] == 'Network.requestWillBeSent']
+        documents = [e['params']['type'] for e in asked]
+        return documents == ['Document'] and not [e for e in self.events if e['method'] in noisy]
+
+    def texts(self, selector: str) -> list[str]:
+        """The texts of all elements of a kind."""
+        found = f'[...document.querySelectorAll({json.dumps(selector)})]'
+        return self.evaluate(f'{found}.map(each => each.innerText ?? each.textContent)')
+
+    def click(self, selector: str) -> None:
+        self.evaluate(f'document.querySelector({json.dumps(selector)}).click()')
+
+    @contextlib.contextmanager
+    def screen(self, width: int, scheme: str = '') -> Iterator[None]:
+        """A screen of this width, and of a colour scheme, for a while."""
+        sizes = {'width': width, 'height': 900, 'deviceScaleFactor': 1, 'mobile': False}
+        media = [{'name': 'prefers-color-scheme', 'value': scheme}] if scheme else []
+        self.call('Emulation.setDeviceMetricsOverride', **sizes)
+        self.call('Emulation.setEmulatedMedia', features=media)
+        try:
+            yield
+        finally:
+            self.call('Emulation.clearDeviceMetricsOverride')
+            self.call('Emulation.setEmulatedMedia', features=[])
 
     def close(self) -> None:
         self._process.terminate()

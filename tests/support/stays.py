@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from megatron_zbpp.ir.costs import Costs
 
@@ -47,3 +51,26 @@ def _fields(value: object, names: Iterable[str]) -> list[object]:
 def digits(answer: object) -> str:
     """Return the first of its hash."""
     return sha256(json.dumps(rounded(answer)).encode()).hexdigest()[:6]
+
+
+def hashes(question: Callable[[], Iterable[object]]) -> str:
+    """Return a few digits for each answer."""
+    return ' '.join(map(digits, question()))
+
+
+def golden(
+    module: str,
+    file: Path,
+    questions: Mapping[str, Any],
+    answer: Callable[[Any], str] = hashes,
+) -> Callable[[str], None]:
+    """Return a test of each answer in a file, which is written where the module is the program."""
+    if module == '__main__':
+        answers = {name: answer(question) for name, question in questions.items()}
+        file.write_text(json.dumps(answers, indent=1, ensure_ascii=False) + '\n')
+
+    @pytest.mark.parametrize('name', questions)
+    def test(name: str) -> None:
+        assert answer(questions[name]) == json.loads(file.read_text())[name]
+
+    return test

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections import Counter
 from random import Random
 
 import oracle
@@ -15,7 +16,7 @@ from megatron_zbpp import Pass, Placement, build
 from megatron_zbpp.analysis.deadlock import EVERY_RULE, DeadlockError, Rule, prove
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.program import BY_TAKER, EARLY, LATE, LATEST, RECEIVES, Receive, Send
-from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
+from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, rank_order, split
 from megatron_zbpp.schedules import names
 
 SETS = [
@@ -51,7 +52,31 @@ def test_every_family_bears_every_rule(name, microbatches, receives):
             ahead = passes_run_ahead(schedule, counts, ranks_ahead)
             parts = [split(program, ahead) for program in programs]
             prove([begun + rest for begun, rest in parts], EVERY_RULE)
+            require_closed(programs, parts)
+        require_forwards(schedule, ahead)
         prove(list(side_by_side(programs, programs)), EVERY_RULE)
+
+
+def require_closed(programs, parts):
+    """All that is sent ahead is received ahead: nothing of a dropped forward is on the way."""
+    for program, (begun, rest) in zip(programs, parts, strict=True):
+        assert Counter(program) == Counter(begun + rest)
+    sent, received = (
+        sorted(i.consumer for begun, _ in parts for i in begun if isinstance(i, end))
+        for end in (Send, Receive)
+    )
+    assert sent == received
+
+
+def require_forwards(schedule, ahead):
+    """What is ahead of all ranks needs nothing from behind."""
+    order, rank_of = rank_order(schedule.placement), schedule.placement.only_route
+    assert passes_ahead(schedule)[order[-1]] == 0
+    for p in ahead:
+        assert p.kind == 'F'
+        if p.stage:
+            assert p._replace(stage=p.stage - 1) in ahead
+            assert order.index(rank_of[p.stage - 1]) <= order.index(rank_of[p.stage])
 
 
 @settings(max_examples=60)

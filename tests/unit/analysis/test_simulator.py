@@ -1,6 +1,5 @@
 """The simulator: against brute force, published tables and formulas, and the clock."""
 
-import re
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -8,18 +7,17 @@ from random import Random
 
 import oracle
 import pytest
+from figures import held, span, timeline
 from grids import grid
 from hypothesis import given
 from hypothesis import strategies as st
 from orders import by_hand
 from zero_bubble import TABLE_5, paper_costs
 
-from megatron_zbpp import Costs, Pass, Placement, Schedule, ScheduleError, build, simulate
+from megatron_zbpp import Costs, Pass, Placement, Schedule, build, simulate
 from megatron_zbpp.analysis.gain import critical_path, gain_text, gaps, idle_parts, makespan_of
 from megatron_zbpp.analysis.memory import peak
-from megatron_zbpp.ir import chain
 from megatron_zbpp.schedules import names
-from megatron_zbpp.techniques.offload import offload
 
 PLACEMENTS = (
     Placement.loop(1), Placement.loop(3), Placement.loop(2, 2), Placement.v(2), Placement.v(3),
@@ -88,11 +86,10 @@ def test_critical_path_by_hand():
 
 @pytest.mark.parametrize('edge', [{'comm': 1.0}, {'message': 1.0}, {'comm': 0.4, 'message': 0.6}])
 def test_edges_between_ranks_add_latency_and_message(edge):
+    """2 edges each way along the V, both in F and in B; its fold is free."""
     schedule = build('zb-v', 3, 1)
     near = Costs.uniform(schedule.placement)
-    spent = simulate(schedule, replace(near, **edge)).makespan - simulate(schedule, near).makespan
-    # 2 edges each way along the V, both in F and in B; its fold is free
-    assert spent == pytest.approx(8)
+    assert simulate(schedule, replace(near, **edge)).makespan == pytest.approx(span(schedule) + 8)
 
 
 def test_each_route_runs_at_the_speed_of_its_ranks():
@@ -103,38 +100,6 @@ def test_each_route_runs_at_the_speed_of_its_ranks():
         ((0, 1), (2, 3), (3, 5), (8, 10)),
         ((0, 2), (2, 4), (4, 8), (8, 12)),
     )
-
-
-COPYING = offload(chain(2), [0])
-
-
-@pytest.mark.parametrize(
-    ('p', 'graph', 'orders', 'said'),
-    [
-        (
-            3,
-            chain(3),
-            ('0F0 0BW0 0F1 0BW1', '1F0 1F1 1BW0 1BW1', '2F0 2BW0 2F1 2BW1'),
-            'deadlock, a cycle: rank 0 at 0BW0 waits for 1BW0, still to come on rank 1; '
-            'rank 1 at 1F1 waits for 0F1, still to come on rank 0; '
-            'stuck: rank 2 at 2F1 waits for 1F1, still to come on rank 1: '
-            'move an awaited pass to before the one that waits\n'
-            'rank 0   0F0  [0BW0] 0F1   0BW1',
-        ),
-        # of two engines that are stuck, the one that copies and the one that computes, the first
-        (1, offload(chain(1), [0]), ('0F0 0L0 0O0 0BW0',), 'rank 0 at 0L0 waits for 0O0, still to'),
-        (1, COPYING, ('1F0 0F0 0O0 0L0 1BW0 0BW0',), 'rank 0 at 1F0 waits for 0F0, still to come'),
-        (2, chain(2), ('0F0 0BW0', '1F0'), 'rank 0 at 0BW0 waits for 1B0, which rank 1 never'),
-    ],
-)
-def test_a_deadlock_names_every_stuck_rank(p, graph, orders, said):
-    placement = Placement.loop(p, 2 if graph is COPYING else 1)
-    ones = (1.0,) * placement.num_stages
-    with pytest.raises(ScheduleError, match=re.escape(said)):
-        simulate(
-            by_hand(placement, 2 if p == 3 else 1, *orders, graph=graph),
-            Costs.of(ones, ones, ones, times={'O': ones, 'L': ones}),
-        )
 
 
 @pytest.mark.parametrize('row', range(12))
@@ -155,6 +120,7 @@ def test_zero_bubble_table_5_with_its_memory(row):
         schedule = build(name, p, m)
         assert round(simulate(schedule, costs).bubble_window, 4) == rate, name
         assert list(peak(schedule, costs)) == memory, name
+    assert held(build('zb-v', p, m)) == (p,) * p, 'the same on every rank: arXiv 2401.10241, 6'
 
 
 @grid(automatic=(('zb-1p', 9, 1), ('zb-2p', 10, 2)), row=tuple(range(12)))
@@ -168,30 +134,22 @@ def test_zero_bubble_table_5_automatic(automatic, row):
     assert max(peak(schedule, costs)) <= laps * p * costs.amounts['activation'][0]
 
 
-def large_schedule(p: int, m: int, v: int) -> Schedule:
-    """All forwards, chunk by chunk, then B and W in turns: every rank has 3*m*v passes."""
-    placement = Placement.loop(p, v)
-    orders = []
-    for rank in range(p):
-        stages = placement.stages(rank)
-        order = [Pass('F', s, i) for s in stages for i in range(m)]
-        order += [Pass(k, s, i) for s in reversed(stages) for i in range(m) for k in ('B', 'W')]
-        orders.append(order)
-    return Schedule.of('large', placement, m, orders)
-
-
 @pytest.mark.parametrize('m', [128, pytest.param(1024, marks=pytest.mark.full)])
 def test_786432_passes_in_seconds(m):
-    schedule = large_schedule(64, m, 4)
-    costs = Costs.uniform(schedule.placement)
+    """All forwards, chunk by chunk, then B and W in turns."""
+    placement, orders = Placement.loop(64, 4), []
+    for stages in map(placement.stages, range(64)):
+        order = [Pass('F', s, i) for s in stages for i in range(m)]
+        order += [Pass(k, s, i) for s in reversed(stages) for i in range(m) for k in 'BW']
+        orders.append(order)
+    schedule, costs = Schedule.of('large', placement, m, orders), Costs.uniform(placement)
     start = time.process_time()
-    timeline = simulate(schedule, costs)
-    peaks = peak(schedule, costs)
+    found, peaks = simulate(schedule, costs), peak(schedule, costs)
     seconds = time.process_time() - start
-    assert sum(map(len, timeline.spans)) == 768 * m
+    assert sum(map(len, found.spans)) == 768 * m
     assert peaks == (float(m),) * 64
     # Ranks work without a pause but for two ramps: the first F down 63 ranks, the first B up.
-    assert timeline.makespan == pytest.approx(3 * m + 2 * 63 / 4)
+    assert found.makespan == pytest.approx(3 * m + 2 * 63 / 4)
     assert seconds < 5 * max(m / 1024, 0.4)
 
 
@@ -212,46 +170,39 @@ EACH = st.lists(st.sampled_from((0.5, 1.0, 1.25, 3.0)), min_size=8, max_size=8)
 
 @given(name=st.sampled_from(('zb-v', 'interleaved', 'hanayo')), times=EACH, comm=st.floats(0, 0.5))
 def test_parts_sum_to_the_idle_time(name, times, comm):
-    schedule, costs = build(name, 4, 6), Costs.of(times, times, times, comm)
-    timeline = simulate(schedule, costs)
-    parts = idle_parts(timeline, costs)
-    assert sum(parts) == pytest.approx(timeline.idle_all_ranks)
+    costs = Costs.of(times, times, times, comm)
+    found = simulate(build(name, 4, 6), costs)
+    parts = idle_parts(found, costs)
+    assert sum(parts) == pytest.approx(found.idle_all_ranks)
     assert parts.schedule > -1e-12 and parts.uneven_stages > -1e-12
 
 
 def test_each_cause_is_told_by_itself():
     schedule = build('1f1b', 4, 8)
     even = Costs.uniform(schedule.placement)
-    plain = idle_parts(simulate(schedule, even), even)
-    assert plain == pytest.approx((3 / 11, 0, 0))
-    late = Costs.uniform(schedule.placement, comm=0.25)
-    timeline = simulate(schedule, late)
-    assert idle_parts(timeline, late).messages == pytest.approx(1 - 33 / timeline.makespan)
-    wide = replace(even, hops=((0.25, 0.25),) * 3)
-    assert idle_parts(simulate(schedule, wide), wide) == idle_parts(timeline, late)
-    heavy = Costs.of((1, 1, 1, 3), (1, 1, 1, 3), (1, 1, 1, 3))
-    timeline = simulate(schedule, heavy)
-    uneven = idle_parts(timeline, heavy)
-    assert uneven.uneven_stages == pytest.approx((8 * 9 - 8 * 18 / 4) / timeline.makespan)
+    assert idle_parts(simulate(schedule, even), even) == pytest.approx((3 / 11, 0, 0))
+    late, wide = replace(even, comm=0.25), replace(even, hops=((0.25, 0.25),) * 3)
+    found = simulate(schedule, late)
+    assert idle_parts(found, late).messages == pytest.approx(1 - 33 / found.makespan)
+    assert idle_parts(simulate(schedule, wide), wide) == idle_parts(found, late)
+    heavy = Costs.of(*[(1, 1, 1, 3)] * 3)
+    found = simulate(schedule, heavy)
+    uneven = idle_parts(found, heavy)
+    assert uneven.uneven_stages == pytest.approx((8 * 9 - 8 * 18 / 4) / found.makespan)
     assert uneven.messages == 0
 
 
 def test_the_rival_runs_the_same_model():
     """Stages of a V are joined for 1F1B, and those of 1F1B cut for several chunks."""
     times = (1.0, 2.0, 3.0, 4.0)
-    schedule = build('zb-v', 2, 6)
     joined = simulate(build('1f1b', 2, 6), Costs.of((3, 7), (3, 7), (3, 7))).makespan
-    assert makespan_of('1f1b', schedule, Costs.of(times, times, times)) == joined
-    plain = build('1f1b', 4, 8)
-    cut = build('interleaved', 4, 8)
-    assert makespan_of('interleaved', plain, Costs.uniform(plain.placement)) == pytest.approx(
-        simulate(cut, Costs.uniform(cut.placement)).makespan
-    )
-    assert makespan_of('1f1b', plain, Costs.uniform(plain.placement)) == 33
-    three = build('interleaved', 2, 4, num_chunks=3)
-    assert makespan_of('zb-v', three, Costs.uniform(Placement.loop(2, 3))) is None
-    alone = build('gpipe', 1, 4)
-    assert makespan_of('zb-v', alone, Costs.uniform(alone.placement)) is None
+    assert makespan_of('1f1b', build('zb-v', 2, 6), Costs.of(times, times, times)) == joined
+    plain = build('1f1b', 4, 8), Costs.uniform(Placement.loop(4))
+    cut = pytest.approx(span(build('interleaved', 4, 8)))
+    assert makespan_of('interleaved', *plain) == cut and makespan_of('1f1b', *plain) == 33
+    three, alone = build('interleaved', 2, 4, num_chunks=3), build('gpipe', 1, 4)
+    for each in (three, alone):
+        assert makespan_of('zb-v', each, Costs.uniform(each.placement)) is None
     assert gain_text(2.0, None, 'zb-v') == ''
     assert gain_text(33.0, 30.0, '1f1b') == ', 10.0% more time than 1f1b'
 
@@ -261,23 +212,21 @@ def test_the_rival_runs_the_same_model():
 
 def test_gaps_of_1f1b():
     """By hand: p = 2, m = 2, F 1, BW 2."""
-    timeline = simulate(build('1f1b', 2, 2), Costs.uniform(build('1f1b', 2, 2).placement))
-    found = [
-        (g.rank, g.where, g.start, g.length, str(g.before), str(g.after)) for g in gaps(timeline)
-    ]
-    assert found == [
+    found = timeline(build('1f1b', 2, 2))
+    assert [
+        (g.rank, g.where, g.start, g.length, str(g.before), str(g.after)) for g in gaps(found)
+    ] == [
         (0, 'inside', 2, 2, '0F1', '0BW0'),
         (0, 'inside', 6, 1, '0BW0', '0BW1'),
         (1, 'start', 0, 1, 'None', '1F0'),
         (1, 'end', 7, 2, '1BW1', 'None'),
     ]
-    assert [g.length for g in gaps(timeline, least=1)] == [2, 2]
+    assert [g.length for g in gaps(found, least=1)] == [2, 2]
 
 
 @pytest.mark.parametrize('name', names())
 def test_gaps_and_passes_are_the_whole_time(name):
-    schedule = build(name, 4, 6)
-    timeline = simulate(schedule, Costs.uniform(schedule.placement, 1, 1.3, 0.6, comm=0.2))
+    found = timeline(build(name, 4, 6), 1, 1.3, 0.6, comm=0.2)
     for rank in range(4):
-        idle = sum(gap.length for gap in gaps(timeline) if gap.rank == rank)
-        assert idle + timeline.busy(rank) == pytest.approx(timeline.makespan)
+        idle = sum(gap.length for gap in gaps(found) if gap.rank == rank)
+        assert idle + found.busy(rank) == pytest.approx(found.makespan)

@@ -46,8 +46,7 @@ def divided(line: str) -> tuple[list[str], list[list[str]]]:
     while words:
         own = [words.pop(0)]
         if own[0].startswith('-') and words and not words[0].startswith('-'):
-            given = words.pop(0)
-            own.append(SMALL.get(own[0], given))
+            own.append(SMALL.get(own[0], words.pop(0)))
         if own[0].startswith('-') and own[0] not in NEEDED[''] | NEEDED.get(name, set()):
             options.append(own)
         else:
@@ -76,7 +75,6 @@ def cases() -> list[Any]:
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
-    """Has the files that examples read."""
     folder = tmp_path_factory.mktemp('examples')
     for line in FILES:
         done = run(line.split(), folder)
@@ -115,7 +113,6 @@ def test_runs(words, options, folder, tmp_path, monkeypatch, capsys):
 
 
 def test_all_are_shown(folder):
-    """Each command has an example."""
     from megatron_zbpp.cli.parser import _COMMANDS
 
     assert {line.split()[1] for line in LINES} == {name for name, *_ in _COMMANDS}

@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from orders import by_hand
 from own_families import only_own
+from stays import golden
 
 import megatron_zbpp
 from megatron_zbpp import Costs, Layer, Layers, Pass, Placement, Schedule, build, check
@@ -29,7 +30,6 @@ from megatron_zbpp.planner.actions import plan_within
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.schedules.construct import building_blocks
 
-FILE = Path(__file__).with_name('refused_values.json')
 # whose names expressions may have, beside those of the package itself and of this file
 MODULES = """
 ir ir.formats ir.graph ir.layout ir.strict_json ir.techniques analysis.lowering analysis.memory
@@ -39,7 +39,7 @@ techniques.slices.balance techniques.slices.graph techniques.slices.place techni
 techniques.updates.calls techniques.updates.versions techniques.vocabulary.graph
 techniques.vocabulary.place guests.auto_plan partitioning.advice partitioning.fitting
 partitioning.freeze_plans partitioning.layers partitioning.space render.planner_page mcore.settings
-planner.limits planner.ends planner.problem
+planner.limits planner.ends planner.problem launch partitioning.strategies
 """.split()
 LOOP, ONES = Placement.loop(2), (1.0, 1.0)
 SHAPE = Shape('gpt', 2, hidden=64, heads=4, vocab=1000, seq=32, tflops=1e-12)
@@ -49,7 +49,6 @@ LAYERS = Layers((Layer('E', 1.0, 0.0, 1.0), *[Layer('t', 2.0, 2.0, 2.0)] * 7))
 
 
 def load_bytes(content: bytes, name: str = 'mine') -> None:
-    """Read a file of this content."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / name
         path.write_bytes(content)
@@ -97,7 +96,6 @@ def setup(**changed: int) -> None:
 
 
 def in_file(read, **fields: object) -> object:
-    """Read an object of these fields."""
     return read(json.dumps(fields))
 
 
@@ -141,11 +139,6 @@ def message(expression: str) -> str:
     return f'{kind}{error.value}'
 
 
-@pytest.mark.parametrize('expression', json.loads(FILE.read_text()))
-def test_refused_values_stay(expression):
-    assert message(expression) == json.loads(FILE.read_text())[expression]
-
-
-if __name__ == '__main__':
-    made = {expression: message(expression) for expression in json.loads(FILE.read_text())}
-    FILE.write_text(json.dumps(made, indent=1, ensure_ascii=False) + '\n')
+FILE = Path(__file__).with_name('refused_values.json')
+EXPRESSIONS = {expression: expression for expression in json.loads(FILE.read_text())}
+test_refused_values_stay = golden(__name__, FILE, EXPRESSIONS, message)

@@ -38,8 +38,7 @@ def test_plans_are_never_worse_than_what_is_named(zbpp, instance):
     assert {layer for _, layer in ways} == both
     assert max(ways)[0] == 4096 // least
     schedule = Schedule.from_object(json.loads(Path('plan.json').read_text())['schedule'])
-    has = techniques_of(schedule)
-    assert has == cut | ({VOCABULARY} if sharded else set())
+    assert techniques_of(schedule) == cut | ({VOCABULARY} if sharded else set())
     assert Settings(schedule).vocab_parallel == ('output' if sharded else None)
     assert sum(made['slice_sizes']) == (4096 if cut else 0)
     zbpp('check plan.json')
@@ -112,8 +111,7 @@ def test_the_clock_gives_each_way_a_share(zbpp, ticks, built):
 
 def test_without_any_time_one_schedule_is_built(zbpp, ticks, built):
     ticks(100.0)
-    made = zbpp(f'{LARGE} --json')
-    assert len(built) == len(made['ways']) == 1
+    assert len(built) == len(zbpp(f'{LARGE} --json')['ways']) == 1
 
 
 def test_small_questions_are_not_cut(zbpp, ticks, built):

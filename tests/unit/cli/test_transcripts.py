@@ -29,7 +29,6 @@ RECORDED = Path(__file__).parents[1] / 'partitioning' / 'recorded'
 
 
 def sessions() -> dict[str, list[str]]:
-    """Lines of each session, by its heading."""
     found: dict[str, list[str]] = {}
     for part in re.split(r'^## ', FILE.read_text(), flags=re.M)[1:]:
         heading, *lines = part.rstrip('\n').split('\n')

@@ -1,17 +1,15 @@
 """The graph and its techniques: what is needed, held and simulated, told by hand."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import needs as needed
 from orders import by_hand
 
-from megatron_zbpp import Costs, Pass, Placement, Schedule, ScheduleError, build, check, simulate
+from megatron_zbpp import Costs, Pass, Placement, Schedule, build, check, simulate
 from megatron_zbpp.analysis.memory import live, peak
-from megatron_zbpp.ir import Hold, Kind, Need, Task, chain
-from megatron_zbpp.ir.graph import Applied, compiled
+from megatron_zbpp.ir import Task, chain
+from megatron_zbpp.ir.graph import compiled
 from megatron_zbpp.ir.techniques import applied
 from megatron_zbpp.render.html import html
 from megatron_zbpp.render.svg import svg
@@ -53,8 +51,7 @@ def test_needs_that_others_imply_are_not_waited_for_twice():
     flat = compiled(chain(3))
     tasks = list(flat.rows)
     for kind, stage, waited in (('B', 0, ['1B']), ('B', 2, ['2F']), ('BW', 1, ['2B'])):
-        links = flat.step(kind, stage).links
-        assert [str(tasks[link.row]) for link in links] == waited
+        assert [str(tasks[link.row]) for link in flat.step(kind, stage).links] == waited
     assert chain(2).tasks('BW', 1) == (Task('B', 1), Task('W', 1))
     assert chain(2).doers == {'F': ('F',), 'B': ('B', 'BW'), 'W': ('W', 'BW')}
 
@@ -145,8 +142,7 @@ def test_shards_of_the_vocabulary_stay_on_their_ranks_when_ranks_are_renamed(bar
 
 
 def test_updates_and_versions():
-    graph = updating(chain(1), every=2)
-    check(schedule_of(graph, 1, 2, '0F0 0BW0 0F1 0BW1 0U1'))
+    check(schedule_of(updating(chain(1), every=2), 1, 2, '0F0 0BW0 0F1 0BW1 0U1'))
     everywhere = updating(chain(2), everywhere=True)
     assert updating(chain(2)) == updating(chain(2), everywhere=False) != everywhere
     assert needs(everywhere, Task('U', 0)) == ['0W', '1W']
@@ -167,34 +163,9 @@ def test_passes_together_wait_for_the_inputs_of_both():
     assert timeline.spans[1] == ((1, 2), (2, 3), (3, 5), (5, 7))
     assert timeline.spans[0] == ((0, 1), (1, 2), (5, 7), (7, 9))
     placement = Placement.two_way(2)
-    orders = ('0F0 1F1 1BW1 0BW0', '0F1 1F0 1BW0 0BW1')
-    schedule = schedule_of(None, placement, 2, *orders)
+    schedule = schedule_of(None, placement, 2, *('0F0 1F1 1BW1 0BW0', '0F1 1F0 1BW0 0BW1'))
     check(schedule)
     assert simulate(schedule, unit_costs(placement)).makespan == 6
-
-
-def test_a_new_kind_is_one_function():
-    """X between F and B, on an engine of its own: nothing else need know of it."""
-
-    def checked(graph):
-        task, after = Task('X', 0), Task('F', 0)
-        return replace(
-            graph,
-            techniques=(*graph.techniques, Applied('checked', ())),
-            needs={**graph.needs, task: (Need(after),)},
-            holds={**graph.holds, task: (Hold('host', 'activation', 1),)},
-            kinds={**graph.kinds, 'X': Kind('check of the activation', engine='copy')},
-        )
-
-    schedule = schedule_of(checked(chain(1)), 1, 1, '0F0 0X0 0BW0')
-    check(schedule)
-    with pytest.raises(ScheduleError, match='never does the check of the activation'):
-        check(schedule_of(checked(chain(1)), 1, 1, '0F0 0BW0'))
-    costs = unit_costs(Placement.loop(1), times={'X': (3.0,)})
-    timeline = simulate(schedule, costs)
-    assert timeline.spans == (((0, 1), (1, 4), (1, 3)),)
-    assert live(schedule, costs, 'host') == ((0, 1, 1),)
-    assert 'X: check of the activation' in svg({'x': timeline})
 
 
 # ---- Together with others.

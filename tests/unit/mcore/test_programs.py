@@ -145,8 +145,7 @@ def test_late_by_default_and_ranks_must_agree():
     programs.varying = True
     found = programs.lowered(4, 8, forward_only=False)
     assert found.programs == lower(found.schedule, BY_TAKER) != late.programs
-    evaluated = programs.lowered(4, 8, forward_only=True).schedule
-    assert evaluated == evaluation(late.schedule)
+    assert programs.lowered(4, 8, forward_only=True).schedule == evaluation(late.schedule)
     programs.varying = False
     assert programs.lowered(4, 8, forward_only=False) is late
 

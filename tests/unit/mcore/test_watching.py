@@ -35,8 +35,7 @@ def test_passes_over_weights(monkeypatch, hashed):
     looking = watch.Watch(watch.Watched([module]), hashed, early_steps.unseen_by_autograd)
     looking.changes()
     looking.differ()
-    tensors = [*module.parameters(), *module.buffers()]
-    assert len(counted) == 2 * len(tensors) * hashed
+    assert len(counted) == 2 * len([*module.parameters(), *module.buffers()]) * hashed
 
 
 # How much old state an early step keeps, of the memory that there is.

@@ -52,9 +52,8 @@ def possible(made: Job, names: Sequence[str] = FEW) -> list[Setup]:
 
 @st.composite
 def jobs(draw: st.DrawFn) -> Job:
-    shape = draw(st.sampled_from((SMALL, replace(MOE, layers=4), replace(SMALL, layers=6))))
     return Job(
-        shape,
+        draw(st.sampled_from((SMALL, replace(MOE, layers=4), replace(SMALL, layers=6)))),
         draw(st.sampled_from((8, 24, 32))),
         draw(st.sampled_from((2, 4, 6, 8))),
         draw(st.floats(8, 60)) * GIB,
@@ -138,20 +137,18 @@ def test_bounds_are_below(made, at):
 
 
 def test_a_schedule_that_spares_memory_is_weighed_where_the_other_does_not_fit():
-    setup = Setup(1, 8, 2, 1, 1, 'zb-v', NONE)
-    need = max(predict(job(replace(SMALL, layers=16)), setup).nbytes)
-    less = max(predict(job(replace(SMALL, layers=16)), replace(setup, schedule='v-half')).nbytes)
+    names, shape = ('zb-v', 'v-half'), replace(SMALL, layers=16)
+    setups = [Setup(1, 8, 2, 1, 1, name, NONE) for name in names]
+    need, less = (max(predict(job(shape), setup).nbytes) for setup in setups)
     assert less < need
-    names = {
+    found = {
         each.setup.schedule
         for memory in (need, (need + less) / 2)
-        for each in advise(
-            job(replace(SMALL, layers=16), memory, reserve=0.0), ('zb-v', 'v-half'), count=99
-        ).best
+        for each in advise(job(shape, memory, reserve=0.0), names, count=99).best
         if each.setup.pp == 8 and each.setup.saving == NONE and each.setup.micro_batch == 1
     }
-    assert names == {'zb-v', 'v-half'}
-    roomy = advise(job(replace(SMALL, layers=16), 800 * GIB), ('zb-v', 'v-half'), count=999)
+    assert found == {*names}
+    roomy = advise(job(shape, 800 * GIB), names, count=999)
     assert 'v-half' not in {each.setup.schedule for each in roomy.best}
 
 
@@ -178,8 +175,7 @@ def test_memory_that_grows_with_microbatches_is_of_all_of_them():
 def test_layers_are_those_of_the_shape():
     """One rank of each kind: nothing is communicated, nothing runs again."""
     made = replace(job(), gpus=1)
-    found = layer_costs(made, Setup(sequence_parallel=False))
-    assert found == (layers_of(SMALL), 0.0)
+    assert layer_costs(made, Setup(sequence_parallel=False)) == (layers_of(SMALL), 0.0)
     # four of a dense layer's F and B move 3/4 of s·b·h of bf16, tp = 4
     layer = layers_of(replace(SMALL, tp=4)).layers[1]
     talk = 4 * 2 * 2048 * 2048 * 3 / 4 / 300e9
@@ -268,10 +264,6 @@ EXPERTS = Shape('moe', 8, H, 16, 51200, SEQ, 245.0, groups=8, experts=8, expert_
 WEIGHTS = 8 * 12 * H**2 + 2 * 51200 * H
 
 
-def quick(shape: Shape = QUICK, **others: object) -> Job:
-    return job(shape, **others)  # type: ignore[arg-type]
-
-
 def layer(made: Job, setup: Setup, at: int = 1) -> Layer:
     return layer_costs(made, setup).layers.layers[at]
 
@@ -287,7 +279,7 @@ def layer(made: Job, setup: Setup, at: int = 1) -> Layer:
     ],
 )
 def test_a_step_moves_thirty_bytes_a_parameter(changes, moved, step):
-    rest = stages_of(quick(SMALL, **changes), Setup()).rest
+    rest = stages_of(job(SMALL, **changes), Setup()).rest
     reduced = moved * WEIGHTS * 7 / 8 / NODE
     assert rest == pytest.approx(reduced + step * WEIGHTS / BYTES)
 
@@ -295,12 +287,12 @@ def test_a_step_moves_thirty_bytes_a_parameter(changes, moved, step):
 @pytest.mark.parametrize(('tp', 'near'), [(1, 4), (2, 2)])
 def test_replicas_of_a_node_share_its_links_to_others(tp, near):
     dp, shard = 8 // tp, WEIGHTS / tp
-    rest = stages_of(quick(gpus_per_node=4), Setup(tp)).rest
+    rest = stages_of(job(QUICK, gpus_per_node=4), Setup(tp)).rest
     assert rest == pytest.approx(6 * shard * (dp - 1) / dp / (near * NET))
 
 
 def test_reduction_hides_behind_the_last_backward_of_the_shortest_stage():
-    slow = quick(within=30.0)
+    slow = job(QUICK, within=30.0)
     behind, beside = (stages_of(replace(slow, overlaps=each), Setup(1, 2)) for each in (0, 1))
     times = beside.costs.times
     last = [b + w for b, w in zip(times['B'], times['W'], strict=True)]
@@ -315,19 +307,18 @@ def test_reduction_hides_behind_the_last_backward_of_the_shortest_stage():
 def test_bytes_of_each_rank(saving):
     """1F1B holds two microbatches on the first of two ranks, one on the other."""
     setup = Setup(1, 2, layers=(3, 5), saving=saving)
-    made = layer_costs(quick(SMALL), setup)
+    made = layer_costs(job(SMALL), setup)
     first, second = made.layers.layers[:4], made.layers.layers[4:]
     assert (made.transient > 0) == (saving != NONE)
     for rank, (stage, count) in enumerate(((first, 2), (second, 1))):
         wanted = made.transient + sum(each.parameters + count * each.activation for each in stage)
-        found = predict(quick(SMALL), setup)
+        found = predict(job(SMALL), setup)
         assert found.nbytes[rank] == pytest.approx(wanted)
         assert found.counts == (4, 6)
 
 
 def test_equally_fast_setups_come_with_the_least_memory_first():
-    made = Job(QUICK, 2, 2, 80 * 2.0**30)
-    best = advise(made, ('gpipe', '1f1b'), count=99).best
+    best = advise(Job(QUICK, 2, 2, 80 * 2.0**30), ('gpipe', '1f1b'), count=99).best
     equal = [pair for pair in itertools.pairwise(best) if pair[0].seconds == pair[1].seconds]
     held = [(max(a.nbytes), max(b.nbytes)) for a, b in equal]
     assert all(a <= b for a, b in held) and any(a < b for a, b in held)
@@ -337,30 +328,30 @@ def test_equally_fast_setups_come_with_the_least_memory_first():
 
 
 def test_context_parallel_ranks_share_the_tokens():
-    one, two = (layer(quick(SMALL, cp=cp, fused=False), Setup()) for cp in (1, 2))
+    one, two = (layer(job(SMALL, cp=cp, fused=False), Setup()) for cp in (1, 2))
     for name in ('forward', 'backward', 'weight', 'activation', 'retained', 'output'):
         assert getattr(two, name) == pytest.approx(getattr(one, name) / 2), name
     assert one.activation == 34 * SBH + 5 * 16 * SEQ**2
-    assert quick(cp=2).shape_of(Setup()).dp == 8, 'they share the optimizer, too'
+    assert job(QUICK, cp=2).shape_of(Setup()).dp == 8, 'they share the optimizer, too'
 
 
 @pytest.mark.parametrize('shared', [True, False])
 def test_messages_are_of_the_tokens_of_a_rank(shared):
     output = 2 * SBH / (4 if shared else 1)
-    assert layer(quick(), Setup(4, sequence_parallel=shared)).output == output
+    assert layer(job(QUICK), Setup(4, sequence_parallel=shared)).output == output
 
 
 def test_ranks_of_an_expert_gather_its_tokens():
     """Of two ranks each: half goes to other experts, and all to the other rank, in and out."""
-    fast = quick(EXPERTS, within=1e9)
-    talk = layer(quick(EXPERTS), Setup(2, ep=2)).forward - layer(fast, Setup(2, ep=2)).forward
+    fast = job(EXPERTS, within=1e9)
+    talk = layer(job(EXPERTS), Setup(2, ep=2)).forward - layer(fast, Setup(2, ep=2)).forward
     collectives = 2 * 2 * SBH / 2 / NODE
     own = 2 * (SEQ / 2) * 2 * H
     assert talk == pytest.approx(collectives + 2 * (own / 2 + own) / NODE, rel=1e-4)
     # s·b·h·(10 + 24/t) bytes without sequence parallelism, of which 8 wait for W undivided
     for tp in (2, 4):
-        made = layer(quick(SMALL), Setup(tp, sequence_parallel=False))
-        whole = layer(quick(SMALL), Setup(tp, sequence_parallel=True))
+        made = layer(job(SMALL), Setup(tp, sequence_parallel=False))
+        whole = layer(job(SMALL), Setup(tp, sequence_parallel=True))
         assert made.activation == pytest.approx(SBH * (10 + 24 / tp))
         assert whole.activation == pytest.approx(SBH * 34 / tp)
         assert made.retained is not None and whole.retained is not None
@@ -378,7 +369,7 @@ def test_stages_send_over_the_links_of_their_nodes(node, slow):
 def test_an_expert_of_one_rank_is_whole_there():
     """Four experts on each: of two tensor ranks an expert has both, or one and more replicas."""
     own = 4 * 3 * H * 1024
-    whole, halves = (layer(quick(EXPERTS, etp=etp), Setup(2, ep=2)).parameters for etp in (1, 2))
+    whole, halves = (layer(job(EXPERTS, etp=etp), Setup(2, ep=2)).parameters for etp in (1, 2))
     assert whole - halves == pytest.approx(own * (6 + 12 / 4) - own / 2 * (6 + 12 / 2))
 
 
@@ -389,18 +380,18 @@ def test_times_of_layers():
     """A gathering in F of both, and of the loss in B."""
     talk = 2 * SBH * 3 / 4 / NODE
     made, plain = (
-        layer_costs(quick(), Setup(4)).layers.layers,
+        layer_costs(job(QUICK), Setup(4)).layers.layers,
         layers_of(replace(QUICK, tp=4)).layers,
     )
     for at, backward in ((0, 0.0), (-1, talk)):
         assert made[at].forward == pytest.approx(plain[at].forward + talk)
         assert made[at].backward == pytest.approx(plain[at].backward + backward)
     # as much again as below it: 2·s²·h a sample; and they are written and read
-    plain, scored = (layer(quick(SMALL, fused=each), Setup()) for each in (True, False))
+    plain, scored = (layer(job(SMALL, fused=each), Setup()) for each in (True, False))
     more = 2 * SEQ**2 * H / FLOPS + 2 * 5 * 16 * SEQ**2 / BYTES
     assert scored.forward - plain.forward == pytest.approx(more)
     assert scored.backward - plain.backward == pytest.approx(2 * more)
-    again = layer(quick(SMALL, fused=False), Setup(saving=SELECTIVE))
+    again = layer(job(SMALL, fused=False), Setup(saving=SELECTIVE))
     whole = 4 * SEQ**2 * H / FLOPS + 2 * 5 * 16 * SEQ**2 / BYTES
     assert again.backward - scored.backward == pytest.approx(whole)
 
@@ -409,14 +400,13 @@ def test_an_mlp_that_runs_again_talks_again():
     """It gathers and scatters once more: 2·2·s·b·h·1/2 bytes of two ranks."""
     added = [
         layer(made, Setup(2, saving=SELECTIVE)).backward - layer(made, Setup(2)).backward
-        for made in (quick(), quick(within=1e9))
+        for made in (job(QUICK), job(QUICK, within=1e9))
     ]
     assert added[0] - added[1] == pytest.approx(2 * 2 * SBH / 2 / NODE, rel=1e-3)
     assert added[1] == pytest.approx(16 * SBH * H / 2 / FLOPS, rel=1e-3), 'both products'
     # a token takes two experts, and a shared one of the same size
     two, three = (
-        layer(quick(shape), Setup(saving=SELECTIVE)).backward
-        - layer(quick(shape), Setup()).backward
+        layer(job(shape), Setup(saving=SELECTIVE)).backward - layer(job(shape), Setup()).backward
         for shape in (EXPERTS, replace(EXPERTS, shared_ffn=1024))
     )
     assert three == pytest.approx(1.5 * two) and two > 0
@@ -424,30 +414,30 @@ def test_an_mlp_that_runs_again_talks_again():
 
 def test_each_kind_of_pass_is_measured_by_itself():
     own = Setup(1, 2)
-    before = [sum(stages_of(quick(), own).costs.times[kind]) for kind in 'FBW']
+    before = [sum(stages_of(job(QUICK), own).costs.times[kind]) for kind in 'FBW']
     wanted = [2 * before[0], 3 * before[1], 5 * before[2]]
-    made = with_measured(quick(), (wanted[0], wanted[1], wanted[2]), own)
+    made = with_measured(job(QUICK), (wanted[0], wanted[1], wanted[2]), own)
     after = [sum(stages_of(made, own).costs.times[kind]) for kind in 'FBW']
     assert after == pytest.approx(wanted)
     setup = Setup(1, 4, 2, schedule='po-h')
-    slow, fast = (max(predict(quick(host=rate), setup).nbytes) for rate in (1.0, 1000.0))
+    slow, fast = (max(predict(job(QUICK, host=rate), setup).nbytes) for rate in (1.0, 1000.0))
     assert slow > 1.1 * fast, 'what has no time to go stays'
     plain = replace(setup, schedule='zb-v')
-    assert predict(quick(host=1.0), plain) == predict(quick(host=1000.0), plain)
+    assert predict(job(QUICK, host=1.0), plain) == predict(job(QUICK, host=1000.0), plain)
 
 
 # Sizes
 
 
 def test_sizes():
-    assert [quick().rate(ranks) for ranks in (8, 9)] == [NODE, NET]
-    assert quick(replace(QUICK, mtp=2)).counts(Setup(1, 2), Placement.loop(2)) == (5, 7)
+    assert [job(QUICK).rate(ranks) for ranks in (8, 9)] == [NODE, NET]
+    assert job(replace(QUICK, mtp=2)).counts(Setup(1, 2), Placement.loop(2)) == (5, 7)
 
 
 @pytest.mark.parametrize('odd', [{'seq': SEQ + 2}, {'ffn': 4 * H + 2}, {'heads': 2}])
 def test_tensor_parallel_ranks_divide(odd):
     """Sequences, the MLP and heads: two ranks do, four and eight do not."""
-    assert {setup.tp for setup in setups_of(quick(replace(QUICK, **odd)), ('1f1b',))} == {1, 2}
+    assert {setup.tp for setup in setups_of(job(replace(QUICK, **odd)), ('1f1b',))} == {1, 2}
 
 
 FLAGS: dict[str, tuple[Callable[[Setup], Setup], str]] = {
@@ -465,5 +455,5 @@ FLAGS: dict[str, tuple[Callable[[Setup], Setup], str]] = {
 def test_a_flag_that_a_setup_has_no_use_for_is_left_out(name):
     change, flag = FLAGS[name]
     whole = Setup(2, 4, 2, 1, 1, 'zb-v', FULL)
-    with_it, without = (' '.join(flags_of(quick(), each)) for each in (whole, change(whole)))
+    with_it, without = (' '.join(flags_of(job(QUICK), each)) for each in (whole, change(whole)))
     assert flag in with_it and flag not in without

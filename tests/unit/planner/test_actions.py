@@ -6,15 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from figures import require_kept
 
-from megatron_zbpp import Costs, Placement, Schedule, build, check, simulate
+from megatron_zbpp import Costs, Placement, Schedule, ScheduleError, build, check, simulate
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.ir.formats import load_plan
+from megatron_zbpp.partitioning.shapes import Shape, layers_of
+from megatron_zbpp.planner import limits
 from megatron_zbpp.planner.actions import plan_within
 from megatron_zbpp.planner.cache import planned
 from megatron_zbpp.planner.cp_sat import solve_offload
 from megatron_zbpp.planner.limits import Candidate
-from megatron_zbpp.planner.plans import Plan
+from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.techniques.base import with_copies
 from megatron_zbpp.techniques.offload import offloaded
@@ -40,16 +43,6 @@ def costed(placement: Placement, times: tuple[float, ...], ratio: float = 1.0) -
 KINDS = {'offload': 'OL', 'recompute': 'R', 'evict': 'EK'}
 
 
-def kept(made: Plan, limit: float | tuple[float, ...]) -> None:
-    """Check what every plan promises."""
-    check(made.schedule)
-    assert made.value == pytest.approx(simulate(made.schedule, made.costs).makespan)
-    limits = limit if isinstance(limit, tuple) else (limit,) * made.schedule.num_ranks
-    held = peak(made.schedule, made.costs)
-    assert all(a <= b + 1e-9 for a, b in zip(held, limits, strict=True))
-    assert made.lower_bound <= made.value + 1e-9
-
-
 def does(schedule: Schedule) -> set[str]:
     return {technique.name for technique in schedule.graph.techniques}
 
@@ -61,11 +54,10 @@ def test_never_worse_than_named_schedules_at_equal_memory(sizes, times, ratio):
     loop, v = (costed(at, times, ratio) for at in (Placement.loop(p, 2), Placement.v(p)))
     for name in NAMED:
         _, costs = loop if name.startswith('po') else v
-        takes = {'costs': costs} if name.startswith('po') else {}
-        known = build(name, p, m, **takes)
+        known = build(name, p, m, **({'costs': costs} if name.startswith('po') else {}))
         limit = max(peak(known, costs))
         made = plan_within([loop, v], m, actions=('offload',), memory_limit=limit, seconds=0.2)
-        kept(made, limit)
+        require_kept(made, limit)
         assert made.value <= simulate(known, costs).makespan + 1e-9
 
 
@@ -75,7 +67,7 @@ def test_actions_of_single_stages_beat_every_name():
     limit = 1.6
     plain = plan_within([case], 6, memory_limit=limit, seconds=1)
     made = plan_within([case], 6, actions=('offload', 'recompute'), memory_limit=limit, seconds=2)
-    kept(made, limit)
+    require_kept(made, limit)
     assert does(made.schedule) and made.value < plain.value - 0.5
     assert made.best_named is None or made.value < made.best_named[1]
     # stage 0 has no time to copy: a copy takes as long as ten passes. It recomputes
@@ -85,9 +77,8 @@ def test_actions_of_single_stages_beat_every_name():
     made = plan_within(
         [(placement, costs)], 6, actions=('offload', 'recompute'), memory_limit=0.8, seconds=2
     )
-    kept(made, 0.8)
-    again = {task.stage for task in made.schedule.graph.needs if task.kind == 'R'}
-    assert 0 in again
+    require_kept(made, 0.8)
+    assert 0 in {task.stage for task in made.schedule.graph.needs if task.kind == 'R'}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +97,7 @@ def test_each_action_is_taken_where_it_must_win(action, placement, m, limit, rat
     made = plan_within([case], m, actions=(action,), memory_limit=limit, seconds=0.3)
     assert made.value < plain.lower_bound - 0.5
     assert {p.kind for _, p in made.schedule} >= {*KINDS[action]}
-    kept(made, limit)
+    require_kept(made, limit)
 
 
 def test_all_actions_in_one_plan():
@@ -114,8 +105,7 @@ def test_all_actions_in_one_plan():
     case = costed(Placement.loop(4, 2), (1, 1, 1), 0.3)
     limits = (1.5, 2.5, 2.5, 3.5)
     every = ('offload', 'recompute', 'evict')
-    made = plan_within([case], 6, actions=every, memory_limit=limits, seconds=0.1)
-    kept(made, limits)
+    require_kept(plan_within([case], 6, actions=every, memory_limit=limits, seconds=0.1), limits)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +122,7 @@ def test_small_plans_with_offload_are_proven(placement, m, limit, optimum):
     """The exact form's bound is what a schedule takes in simulation, copies and all."""
     case = costed(placement, (1, 1, 1), 0.5 if placement.num_chunks == 1 else 1.0)
     made = plan_within([case], m, actions=('offload',), memory_limit=limit, seconds=30)
-    kept(made, limit)
+    require_kept(made, limit)
     assert made.value == made.lower_bound == optimum
 
 
@@ -161,7 +151,7 @@ def test_parameters_count_here_too():
     case = costed(Placement.loop(6), (1, 1, 1))
     limit = max(peak(build('bpipe', 6, 12), case[1]))
     made = plan_within([case], 12, actions=('evict',), memory_limit=limit, seconds=0.1)
-    kept(made, limit)
+    require_kept(made, limit)
     value = simulate(build('bpipe', 6, 12), case[1]).makespan
     assert made.best_named is not None and made.value <= made.best_named[1] <= value + 1e-9
 
@@ -220,3 +210,46 @@ def test_on_the_command_line(zbpp):
     drawn = Path('frontier.svg').read_text()
     assert 'po-h' in drawn and 'po-f' in drawn
     assert 'give --memory-limit or --frontier' in zbpp.refused(case)
+
+
+# ---- What a rank may hold: its parameters count, and a limit may be in bytes.
+
+
+GIB = 2**30
+PLACEMENT = Placement.v(2)
+COSTS = replace(Costs.uniform(PLACEMENT, 3, 4, 2), parameters=(1.0, 3.0, 2.0, 2.0))
+FILE = """{"F": [1, 1.1], "B": [1, 1.2], "W": [0.8, 0.9], "activation": [6e9, 6e9]%s}"""
+
+
+def test_parameters_take_their_part_of_the_limit(monkeypatch):
+    """On a V rank 0 has stages 0 and 3, rank 1 has 1 and 2. Steps end the search, not the clock."""
+    monkeypatch.setattr(limits, '_STEPS_PER_SECOND', 5_000)
+    assert COSTS.static(PLACEMENT) == (3, 5)
+    under = plan([(PLACEMENT, COSTS)], 4, memory_limit=[5, 6.5], seconds=30)
+    held = peak(under.schedule, COSTS)
+    assert held[0] <= 2 and held[1] <= 1.5
+    bare = plan([(PLACEMENT, replace(COSTS, parameters=()))], 4, memory_limit=[2, 1.5], seconds=30)
+    assert (bare.schedule, bare.value) == (under.schedule, under.value)
+    schedule = build('zb-v', 2, 4)
+    held = peak(schedule, COSTS)
+    check(schedule, memory_limit=max(held[0] + 3, held[1] + 5), costs=COSTS)
+    with pytest.raises(ScheduleError, match=r'beside parameters of 5 at .*above the limit of'):
+        check(schedule, memory_limit=held[1] + 4.5, costs=COSTS)
+
+
+def test_bytes_on_the_command_line(zbpp):
+    costs, layers = Path('bytes.json'), Path('layers.json')
+    shape = '--pp 2 --microbatches 4 --seconds 0.1'
+    case = f'plan {shape} --no-cache --times bytes.json --memory-limit'
+    costs.write_text(FILE % ', "parameters": [34e9, 30e9]')
+    assert 'peak memory 11.176 GiB' in zbpp(f'{case} 47GB')
+    assert 'is below 31.67 GiB of weights' in zbpp.refused(f'{case} 30GiB')
+    costs.write_text(FILE % '')
+    assert 'says nothing of parameters' in zbpp.refused(f'{case} 60GiB')
+    made = layers_of(Shape('gpt', 4, 1024, 16, 8192, 1024, 100.0))
+    layers.write_text(made.to_json())
+    whole = sum(layer.parameters for layer in made) / GIB
+    case = f'partition layers.json {shape} --memory-limit'
+    assert 'layout' in zbpp(f'{case} {whole:.3f}GiB')
+    assert 'no partition holds' in zbpp.refused(f'{case} {whole / 2:.3f}GiB')
+    assert 'all limits in bytes' in zbpp.refused(f'{case} 60GiB,4')

@@ -3,7 +3,8 @@
 import itertools
 
 import pytest
-from test_actions import KINDS, costed, does, kept
+from figures import require_kept
+from test_actions import KINDS, costed, does
 
 from megatron_zbpp import Placement
 from megatron_zbpp.planner.actions import plan_within
@@ -48,7 +49,7 @@ def test_never_worse_than_orders_alone(placement, m, limit, actions):
     """24 instances: half the time is theirs, under the same limit; nor than what has a name."""
     asked, graph = case(placement), Slicing(3, SIZES)
     made = plan_within([asked], m, actions=actions, memory_limit=limit, seconds=0.8, graph=graph)
-    kept(made, limit)
+    require_kept(made, limit)
     assert does(made.schedule) <= {'sliced', *actions}
     assert made.schedule.graph.num_slices == 3 and made.schedule.num_microbatches == m
     limits, cut = (limit,) * placement.num_ranks, graph(placement.num_stages)
@@ -72,7 +73,7 @@ def test_where_one_must_win(action, placement, limit):
     asked, graph = case(placement, 0.1), Slicing(3, SIZES)
     made = plan_within([asked], 3, actions=(action,), memory_limit=limit, seconds=0.3, graph=graph)
     assert {p.kind for _, p in made.schedule} >= {*KINDS[action]}
-    kept(made, limit)
+    require_kept(made, limit)
     with pytest.raises(ValueError, match='the least that any of these placements needs'):
         plan_within([asked], 3, memory_limit=limit, seconds=0.3, graph=graph)
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 from math import inf
 
 import pytest
+from figures import require_kept
 from grids import grid
 from orders import by_hand
 
 from megatron_zbpp import Costs, Pass, Placement, Schedule, build, check, simulate
-from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.program import Join, Send
 from megatron_zbpp.analysis.run_ahead import passes_ahead
 from megatron_zbpp.ir import Together
@@ -61,8 +61,7 @@ def test_a_cell_takes_a_share_of_both():
     schedule = by_hand(1, 2, '0F0 (0F1&0BW0) 0BW1')
     costs = Costs.of((2.0,), (3.0,), (1.0,), together=0.5)
     assert simulate(schedule, costs).spans == (((0, 2), (2, 3), (3, 5), (5, 9)),)
-    file = '{"F": [2], "B": [3], "W": [1], "together": 0.5}'
-    assert Costs.from_json(file) == costs
+    assert Costs.from_json('{"F": [2], "B": [3], "W": [1], "together": 0.5}') == costs
     whole = replace(costs, together=1.0)
     assert simulate(schedule, whole).spans == (((0, 2), (2, 4), (4, 8), (8, 12)),)
 
@@ -70,8 +69,7 @@ def test_a_cell_takes_a_share_of_both():
 @pytest.mark.parametrize('p', [2, 4])
 def test_what_cells_made_is_sent_behind_them(p):
     schedule = build('dualpipe-v', p, 3 * p, together=True)
-    programs = check(schedule).programs
-    for rank, program in enumerate(programs):
+    for rank, program in enumerate(check(schedule).programs):
         assert [i for i in program if isinstance(i, Pass)] == list(schedule.passes[rank])
         joins = [at for at, i in enumerate(program) if isinstance(i, Join)]
         assert [f'({"&".join(map(str, program[at].passes))})' for at in joins] == cells(
@@ -99,11 +97,7 @@ def test_plans_know_what_cells_take(share, objective, limit):
     asked = {'objective': objective, 'memory_limit': limit, 'seconds': 0.2}
     found = plan([(placement, costs)], 12, **asked)
     assert found.schedule.name == 'planned', 'whatever it was made of'
-    check(found.schedule)
-    timeline = simulate(found.schedule, costs)
-    value = timeline.makespan if objective == 'makespan' else max(timeline.windows)
-    assert value == pytest.approx(found.value) and found.value >= found.lower_bound
-    assert max(peak(found.schedule, costs)) <= (limit or 99) * (1 + 1e-9)
+    require_kept(found, limit, objective)
     apart = plan([(placement, replace(costs, together=1.0))], 12, **asked)
     assert found.value <= apart.value and not apart.schedule.together
     hidden = share < 0.8  # 4.5 activations, in which dualpipe-v has its cells, are more than 4

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_zbpp import Costs, Placement, check
+from megatron_zbpp import Costs, Placement, build, check, simulate
 from megatron_zbpp.planner import cp_sat
 from megatron_zbpp.planner.ends import lower_bound, replay, replay_whole
 from megatron_zbpp.planner.limits import same_limits
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.planner.problem import Problem
+from megatron_zbpp.planner.search import extrapolate
 from megatron_zbpp.techniques.slices.balance import Attention, in_parts
 from megatron_zbpp.techniques.slices.graph import Slicing
 
@@ -140,8 +141,7 @@ def test_slices_that_differ(sizes, share, limit):
     costs = Costs.of([1.0, 1.5], [1.2, 1.0], [0.5, 0.5], retained=[1.3, 1.3])
     costs = costs.with_amounts(kv=[0.1] * 2)
     costs = in_parts(costs.with_amounts(kv_gradient=[0.1] * 2), sizes, Attention(share))
-    graph = Slicing(M, sizes)(2)
-    problem = Problem(placement, M, costs, (limit, limit), graph=graph)
+    problem = Problem(placement, M, costs, (limit, limit), graph=Slicing(M, sizes)(2))
     orders = [[0] * M + [2, 4] * M, [1] * M + [3, 5] * M]
     value, _ = replay_whole(problem, orders)
     answer = cp_sat.solve(problem, orders, lower_bound(problem), value, 10.0, 600.0)
@@ -152,3 +152,35 @@ def test_slices_that_differ(sizes, share, limit):
     assert best * 0.999 <= answer.bound <= best + 1e-9
     free = optimum(replace(problem, limits=(inf, inf)))
     assert (best > free) == (limit < inf and sizes[0] > sizes[-1])
+
+
+# ---- Orders of few microbatches, their steady state repeated for many.
+
+
+SHAPES = [('zb-h1', Placement.loop(4)), ('zb-h2', Placement.loop(3)), ('zb-v', Placement.v(3))]
+
+
+def problem(placement: Placement, m: int, limit: float = inf) -> Problem:
+    return Problem(placement, m, Costs.uniform(placement), (limit,) * placement.num_ranks)
+
+
+@pytest.mark.parametrize('more', [1, 2, 17, 30])
+@pytest.mark.parametrize(('name', 'placement'), SHAPES)
+def test_a_rhythm_goes_on(name, placement, more):
+    """As the family itself does it: each further microbatch costs one beat."""
+    few = problem(placement, 12)
+    many = replace(few, num_microbatches=12 + more)
+    family = build(name, placement.num_ranks, 12 + more)
+    found = extrapolate(few, few.orders(build(name, placement.num_ranks, 12)), many)
+    assert found is not None
+    made = many.schedule(found.orders, 'made')
+    assert check(made).schedule.num_microbatches == 12 + more
+    assert found.value == pytest.approx(simulate(made, many.costs).makespan)
+    assert found.value <= simulate(family, many.costs).makespan + 1e-9
+
+
+def test_nothing_repeats():
+    """A rank that does all forwards first has no part that leaves memory as it was."""
+    few = problem(Placement.loop(2), 2)
+    apart = [sorted(order) for order in few.orders(build('zb-h1', 2, 2))]
+    assert extrapolate(few, apart, replace(few, num_microbatches=3)) is None

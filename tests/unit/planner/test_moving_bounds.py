@@ -30,16 +30,14 @@ def costed(placement=PAIR, times=(1.0, 1.0, 1.0), copy=0.5, again=1.0, kept=0.1,
     """The first stage has `more` activations than the others."""
     plain = Costs.uniform(placement, *times)
     count = placement.num_stages
-    ways = dict.fromkeys('OLEK', (copy,) * count)
     held = (more, *plain.amounts['activation'][1:])
-    timed = plain.with_times(**ways, R=(again,) * count)
+    timed = plain.with_times(**dict.fromkeys('OLEK', (copy,) * count), R=(again,) * count)
     return timed.with_amounts(activation=held, retained=held, input=(kept,) * count)
 
 
 def graphs(actions: frozenset[str]) -> Iterator[Graph]:
     """All that may be done of each stage."""
-    choices = ['keep', *sorted(actions)]
-    for state in itertools.product(choices, repeat=2):
+    for state in itertools.product(['keep', *sorted(actions)], repeat=2):
         graph = chain(2)
         for action, makes in (
             ('recompute', recompute),

@@ -47,8 +47,7 @@ def test_each_option_is_an_argument(command, option):
 
 def test_no_option_is_left_out(zbpp):
     """But for output, and options that other tests here have."""
-    usage = zbpp('plan --help').partition('Search')[0]
-    known = set(re.findall(r'--[a-z-]+', usage))
+    known = set(re.findall(r'--[a-z-]+', zbpp('plan --help').partition('Search')[0]))
     asked = OPTIONS['asked'].values()
     tried = {w for line, _ in asked for w in line.split() if w.startswith('--')}
     output = {'--json', '--table', '--output', '--title', '--against'}
@@ -86,12 +85,10 @@ def test_a_frontier(command):
 def test_earlier_plans_are_found_by_either(command, tmp_path):
     first = in_python(cache=tmp_path)
     assert not first['cached']
-    again = command(f'--cache {tmp_path}')
-    assert again == {**first, 'cached': True}
+    assert command(f'--cache {tmp_path}') == {**first, 'cached': True}
     assert megatron_zbpp.plan(2, 3, seconds=0.1, cache=str(tmp_path)).cached
     found = megatron_zbpp.plan(2, 3, seconds=0.1)
-    expected = command('--against gpipe')
-    assert json.loads(json.dumps(found.facts('gpipe'))) == expected
+    assert json.loads(json.dumps(found.facts('gpipe'))) == command('--against gpipe')
 
 
 @settings(max_examples=15, derandomize=True, suppress_health_check=list(HealthCheck), deadline=None)

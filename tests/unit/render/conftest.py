@@ -8,7 +8,6 @@ from megatron_zbpp.render import png
 
 @pytest.fixture(scope='module')
 def browser(tmp_path_factory):
-    """A real headless browser."""
     if chromium.find() is None:
         pytest.skip('no Chromium on PATH (Debian: apt-get install chromium)')
     page = chromium.Page(tmp_path_factory.mktemp('profile'))

@@ -70,12 +70,10 @@ def plain(value: object) -> object:
 
 
 def timelines_on(path: Path) -> None:
-    """Draw two, one of them with copies."""
     timeline_png(shown('zb-v', 'po-h')[0], path, 'ms', 11.0, 'F, B, W')
 
 
 def losses_on(path: Path) -> None:
-    """Draw two that are not equal."""
     loss_png({'one': [3.0, 2.0, 1.5], 'two': [3.0, 2.5]}, path)
 
 

@@ -7,11 +7,13 @@ import re
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs
 
 import chromium
 import pages
 import pytest
+from figures import held, timeline
 from paths import ROOT
 
 from megatron_zbpp import Costs, Schedule, build, simulate
@@ -64,14 +66,6 @@ def until(page: chromium.Page, condition: str) -> None:
         time.sleep(0.02)
 
 
-def silent(page: chromium.Page) -> bool:
-    """Whether the console said nothing, and nothing but the page itself was asked for."""
-    noisy = 'Log.entryAdded', 'Runtime.consoleAPICalled', 'Runtime.exceptionThrown'
-    page.evaluate('1')  # events of before come before its answer
-    asked = [e for e in page.events if e['method'] == 'Network.requestWillBeSent']
-    return len(asked) == 1 and not [e for e in page.events if e['method'] in noisy]
-
-
 def slide(page: chromium.Page, control: str, value: float) -> None:
     page.evaluate(f"""(input => {{ input.value = {value};
         input.dispatchEvent(new Event('input')); }})(document.getElementById('{control}'))""")
@@ -91,12 +85,8 @@ def text(page: chromium.Page, element: str) -> str:
 
 def link(page: chromium.Page) -> str:
     """The fragment of the address, once it is written."""
-    page.evaluate("document.getElementById('link').click()")
+    page.click('#link')
     return page.evaluate('location.hash')
-
-
-def drawn(page: chromium.Page) -> list[str]:
-    return page.evaluate("[...document.querySelectorAll('#panels h2')].map(h => h.innerText)")
 
 
 def upload(page: chromium.Page, *names: Path) -> None:
@@ -150,14 +140,16 @@ def as_file(costs: Costs) -> str:
     return json.dumps({name: own for name, own in fields if name not in ('parts', 'collectives')})
 
 
-def in_browser(page: chromium.Page, schedule: str, costs: Costs) -> dict:
+WHOLE = """{starts: run.starts, ends: run.ends, ...figures, parts: idleParts(run, figures),
+    live: memory.live, peaks: memory.peaks}"""
+
+
+def in_browser(page: chromium.Page, schedule: str, costs: Costs, wanted: str = WHOLE) -> Any:
     """What the page says of a schedule that the expression gives, at these costs."""
-    given = as_file(costs)
     return page.evaluate(f"""(() => {{
-        const schedule = {schedule}, run = simulate(schedule, readCosts({given}));
+        const schedule = {schedule}, run = simulate(schedule, readCosts({as_file(costs)}));
         const figures = figuresOf(run), memory = memoryOf(run);
-        return {{starts: run.starts, ends: run.ends, ...figures, parts: idleParts(run, figures),
-            live: memory.live, peaks: memory.peaks}};
+        return {wanted};
     }})()""")
 
 
@@ -172,8 +164,8 @@ def assert_same(said: dict, schedule: Schedule, costs: Costs) -> None:
     assert said['bubble'] == pytest.approx(line.bubble, abs=1e-12)
     assert list(said['parts'].values()) == pytest.approx(idle_parts(line, costs), abs=1e-12)
     assert said['peaks'] == pytest.approx(peak(schedule, costs), abs=2e-9)
-    for held, wanted in zip(said['live'], live(schedule, costs), strict=True):
-        assert held == pytest.approx(wanted, abs=2e-9)
+    for own, wanted in zip(said['live'], live(schedule, costs), strict=True):
+        assert own == pytest.approx(wanted, abs=2e-9)
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -201,14 +193,14 @@ def test_passes_that_run_as_one(loaded, name):
     for _ in range(4):
         costs = random_costs(schedule, rng)
         read = f'readPlan({{schedule: {schedule.to_json()}}}).schedule'
-        packed = f'decoded({json.dumps(encoded(schedule, name))})'
-        for source in (read, packed):
+        for source in (read, f'decoded({json.dumps(encoded(schedule, name))})'):
             assert_same(in_browser(loaded, source, costs), schedule, costs)
 
 
 def test_costs_of_other_numbers_of_stages(loaded):
-    rng = random.Random(1)
-    costs = random_costs(build('zb-v', 4, 8), rng)
+    """Between stages of a file that become one there is no message."""
+    costs = random_costs(build('zb-v', 4, 8), random.Random(1))
+    costs = replace(costs, hops=tuple((k + 1.0, k + 0.5) for k in range(7)))
     given = as_file(costs)
     for stages in (2, 4, 8, 16, 24):
         said = loaded.evaluate(f'joinedCosts(readCosts({given}), {stages})')
@@ -218,15 +210,8 @@ def test_costs_of_other_numbers_of_stages(loaded):
         assert said['activation'] == pytest.approx(wanted.amounts['activation'])
         assert said['parameters'] == pytest.approx(wanted.parameters)
         assert said['together'] == wanted.together == 1
+        assert [tuple(hop) for hop in said['hops']] == list(wanted.hops)
     assert loaded.evaluate(f'joinedCosts(readCosts({given}), 6)') is joined(costs, 6) is None
-
-
-def test_an_order_that_is_no_order_of_microbatches_is_refused():
-    schedule = build('1f1b', 2, 2)
-    swapped = (schedule.passes[0][::-1], schedule.passes[1])
-    other = Schedule('mine', schedule.placement, 2, swapped)
-    with pytest.raises(ValueError, match='mine: 0BW1 of rank 0 is not in microbatch order'):
-        encoded(other, 'mine')
 
 
 # What it shows
@@ -237,17 +222,16 @@ def test_table_is_what_the_simulator_says(page):
     assert len(found) == len(NAMES)
     for name in ('1f1b', 'zb-h1', 'zb-v', 'v-min', 'dualpipe-v', 'chimera'):
         assert found[name] == expected(name)
-    assert drawn(page) == ['zb-v', 'zb-h1', '1f1b']
-    assert silent(page)
+    assert page.texts('#panels h2') == ['zb-v', 'zb-h1', '1f1b']
+    assert page.silent()
 
 
 def test_sliders_change_numbers(page):
     slide(page, 'W', 0.5)
     slide(page, 'comm', 0.25)
-    schedule = build('zb-h1', 4, 8)
-    line = simulate(schedule, Costs.uniform(schedule.placement, weight=0.5, comm=0.25))
+    line = timeline(build('zb-h1', 4, 8), weight=0.5, comm=0.25)
     assert table(page)['zb-h1'][::2] == [f'{line.makespan:.5g}', f'{line.idle_all_ranks:.1%}']
-    assert 'messages' in page.evaluate("document.querySelector('#panels .facts').innerText")
+    assert 'messages' in page.texts('#panels .facts')[0]
     slide(page, 'W', 1)
     slide(page, 'comm', 0)
     slide(page, 'p', SIZES.ranks.index(2))
@@ -257,7 +241,7 @@ def test_sliders_change_numbers(page):
     assert table(page)['interleaved'] == expected('interleaved', p=2, m=4, v=4)
     assert table(page)['zb-v'] == expected('zb-v', p=2, m=4), 'it has two chunks'
     until(page, "location.hash.includes('p=2&m=4&v=4')")
-    assert silent(page)
+    assert page.silent()
 
 
 def test_memory_limit_leaves_those_out_that_hold_more(page):
@@ -280,19 +264,18 @@ def test_ticks_draw(page):
     before = list(table(page))
     for place in (4, 5):
         page.evaluate(box.format(place) + '.click()')
-    assert set(drawn(page)) == {before[3], before[4]} ^ {'zb-v', 'zb-h1', '1f1b'}
+    assert set(page.texts('#panels h2')) == {before[3], before[4]} ^ {'zb-v', 'zb-h1', '1f1b'}
     page.evaluate(
         "state.show.slice().forEach(() => document.querySelector('#rows input:checked').click())"
     )
-    assert drawn(page) == [] and 'Tick schedules' in text(page, 'panels')
-    assert silent(page)
+    assert page.texts('#panels h2') == [] and 'Tick schedules' in text(page, 'panels')
+    assert page.silent()
 
 
 def test_bars_are_the_passes(page, file):
     """Widths and places of the bars, by kind, are the simulated spans; the tooltip names them."""
     load(page, file, '#p=4&m=8&show=zb-v')
-    schedule = build('zb-v', 4, 8)
-    line = simulate(schedule, Costs.uniform(schedule.placement))
+    line = timeline(schedule := build('zb-v', 4, 8))
     paths = page.evaluate(
         "[...document.querySelectorAll('.passes path')].map(p => p.getAttribute('d'))"
     )
@@ -319,46 +302,26 @@ def test_bars_are_the_passes(page, file):
 
 
 def test_legend_is_complete(page, file):
-    entries = (
-        "[...document.querySelectorAll('.legend li')].filter(l => !l.hidden).map(l => l.innerText)"
-    )
+    entries = '.legend li:not([hidden])'
     load(page, file, '#p=4&m=8&show=1f1b,zb-h1')
     whole = ['F: forward', 'B: input gradient', 'W: weight gradient', 'BW: whole backward']
-    assert page.evaluate(entries) == [*whole, 'idle', 'activations held']
+    assert page.texts(entries) == [*whole, 'idle', 'activations held']
     load(page, file, '#p=4&m=8&show=zb-v')
     chunks = [text for entry in whole[:3] for text in (entry, f'{entry[0]} of the last chunk')]
-    assert page.evaluate(entries) == [*chunks, 'idle', 'activations held']
+    assert page.texts(entries) == [*chunks, 'idle', 'activations held']
     load(page, file, '#p=4&m=8&v=4&show=zb-interleaved')
     of_four = ('F: forward', 'F of chunk 2 of 4', 'F of chunk 3 of 4', 'F of the last chunk')
-    assert tuple(page.evaluate(entries)[:4]) == of_four
+    assert tuple(page.texts(entries)[:4]) == of_four
     fill = (
         'getComputedStyle(document.querySelector(\'[data-when="chunk 3 of 4"] i\')).backgroundColor'
     )
     fills = "[...document.querySelectorAll('.passes path')].map(p => getComputedStyle(p).fill)"
     assert page.evaluate(fill) in page.evaluate(fills)
     load(page, file, '#p=4&m=8&show=chimera')
-    assert 'F, up' in page.evaluate(entries)
+    assert 'F, up' in page.texts(entries)
 
 
 # Links
-
-
-def test_a_link_restores_the_state(page, file):
-    slide(page, 'B', 1.5)
-    slide(page, 'v', SIZES.chunks.index(4))
-    slide(page, 'limit', 6)
-    page.evaluate("document.querySelector('#rows tr:nth-child(6) input').click()")
-    address, before, shown = link(page), table(page), drawn(page)
-    load(page, file, address)
-    assert (table(page), drawn(page), link(page)) == (before, shown, address)
-    assert parse_qs(address[1:])['B'] == ['1.5'] and len(shown) in (2, 4)
-    page.evaluate("document.getElementById('defaults').click()")
-    assert table(page) != before and link(page) != address
-    # as typed into the address, while the link of the sliders is still to be written
-    page.evaluate(f'location.hash = {json.dumps(address)}; writeLink()')
-    until(page, 'state.B === 1.5')
-    assert table(page) == before
-    assert silent(page)
 
 
 # by the fragment of a link, or the content of a file, how the line about it begins or what it has
@@ -369,7 +332,7 @@ REFUSED = json.loads(Path(__file__).with_name('refused_by_page.json').read_text(
 def test_bad_links_are_told_in_a_line(browser, file, fragment, told):
     load(browser, file, f'#{fragment}')
     assert text(browser, 'trouble').startswith(told)
-    assert '\n' not in text(browser, 'trouble') and drawn(browser)
+    assert '\n' not in text(browser, 'trouble') and browser.texts('#panels h2')
 
 
 # Files
@@ -396,7 +359,7 @@ def test_a_plan_is_opened(page, file, plan):
     assert found['mine'][1] == f'{made.fields["gain"]:.1%}'
     assert found['mine'][3] == f'{max(made.fields["peak_activations"]):.5g}'
     assert found['zb-h1'][0] == expected('zb-h1', made.schedule.costs)[0]
-    assert 'mine' in drawn(page)
+    assert 'mine' in page.texts('#panels h2')
     assert page.evaluate(
         "['p', 'm', 'F', 'B', 'W'].every(id => document.getElementById(id).disabled)"
     )
@@ -405,9 +368,9 @@ def test_a_plan_is_opened(page, file, plan):
     assert table(page) == found and link(page) == address
     slide(page, 'comm', 0.4)
     assert float(table(page)['mine'][0]) > line.makespan
-    page.evaluate("document.getElementById('close').click()")
-    assert 'mine' not in table(page) and 'mine' not in drawn(page)
-    assert silent(page)
+    page.click('#close')
+    assert 'mine' not in table(page) and 'mine' not in page.texts('#panels h2')
+    assert page.silent()
 
 
 def test_times_of_a_trace_are_opened(page, tmp_path, file):
@@ -425,12 +388,7 @@ def test_times_of_a_trace_are_opened(page, tmp_path, file):
         assert 'p=4' in address
         load(page, file, address)
         assert table(page) == before
-    assert silent(page)
-
-
-def plan_with(**fields: object) -> str:
-    made = json.loads(build('1f1b', 2, 4).to_json())
-    return json.dumps({**made, **fields})
+    assert page.silent()
 
 
 def test_bad_files_are_told_in_a_line(page, tmp_path):
@@ -442,7 +400,7 @@ def test_bad_files_are_told_in_a_line(page, tmp_path):
         said = text(page, 'trouble')
         assert told in said and '\n' not in said, (written, said)
         assert table(page) == before, 'what was shown stays'
-    assert silent(page)
+    assert page.silent()
 
 
 # Looks
@@ -451,25 +409,16 @@ def test_bad_files_are_told_in_a_line(page, tmp_path):
 @pytest.mark.parametrize('scheme', ['light', 'dark'])
 @pytest.mark.parametrize('width', [1280, 480])
 def test_no_horizontal_overflow(browser, file, plan, width, scheme):
-    sizes = {'width': width, 'height': 900, 'deviceScaleFactor': 1, 'mobile': False}
-    browser.call('Emulation.setDeviceMetricsOverride', **sizes)
-    media = [{'name': 'prefers-color-scheme', 'value': scheme}]
-    browser.call('Emulation.setEmulatedMedia', features=media)
-    try:
+    with browser.screen(width, scheme):
         load(browser, file, '#p=6&m=8&F=1.23456&show=1f1b,zb-v,chimera')
         upload(browser, plan)
         until(browser, "document.getElementById('opened').innerText.startsWith('mine.json')")
-        root = 'document.documentElement'
-        assert browser.evaluate(f'{root}.scrollWidth <= {root}.clientWidth')
-        listed = "document.querySelector('.listed')"
-        assert browser.evaluate(f'{listed}.scrollWidth <= {listed}.clientWidth')
+        for element in ('document.documentElement', "document.querySelector('.listed')"):
+            assert browser.evaluate(f'{element}.scrollWidth <= {element}.clientWidth')
         page_colour = browser.evaluate('getComputedStyle(document.body).backgroundColor')
         assert page_colour == {'light': 'rgb(255, 255, 255)', 'dark': 'rgb(20, 24, 31)'}[scheme]
         wide = browser.evaluate("document.querySelector('.stretch').getBoundingClientRect().width")
         assert wide > 250
-    finally:
-        browser.call('Emulation.clearDeviceMetricsOverride')
-        browser.call('Emulation.setEmulatedMedia', features=[])
 
 
 def test_keys_reach_all(page):
@@ -496,21 +445,16 @@ def test_keys_reach_all(page):
 CODES = {'Tab': {'windowsVirtualKeyCode': 9}, 'ArrowLeft': {'windowsVirtualKeyCode': 37}}
 
 
-# ---- What it draws and notes, what files bring, what closing takes away, links.
-
-
 GIB = 2.0**30
 
 
 def enter(page, control, value):
-    """Type a number beside a slider."""
     page.evaluate(f"""(input => {{ input.value = '{value}';
         input.dispatchEvent(new Event('change'));
     }})(document.getElementById('{control}-exact'))""")
 
 
 def exact(page, control):
-    """The number beside a slider."""
     return page.evaluate(f"document.getElementById('{control}-exact').value")
 
 
@@ -526,9 +470,6 @@ def times(stages, **more):
     """A file of stages that take 1, 2, 1, 2, ..."""
     own = [1.0 + k % 2 for k in range(stages)]
     return json.dumps({'F': own, 'B': own, 'W': own, **more})
-
-
-# What it draws
 
 
 def numbers(markup):
@@ -547,12 +488,9 @@ def test_bars_and_memory_are_those_of_a_picture(loaded, name):
     """Colours of chunks, stripes of kinds, and what is held from F on: by uneven costs."""
     schedule = build(name, 4, 8)
     costs = replace(random_costs(schedule, random.Random(name)), together=1.0, pairs={})
-    said = loaded.evaluate(f"""(() => {{
-        const schedule = scheduleOf('{name}', {schedule.placement.num_chunks}, 4, 8);
-        const run = simulate(schedule, readCosts({as_file(costs)}));
-        return shapesOf({{run, memory: memoryOf(run), figures: figuresOf(run)}});
-    }})()""")
-    found, wanted = numbers(said), numbers(shapes(simulate(schedule, costs), costs))
+    own = f"scheduleOf('{name}', {schedule.placement.num_chunks}, 4, 8)"
+    found = numbers(in_browser(loaded, own, costs, 'shapesOf({run, memory, figures})'))
+    wanted = numbers(shapes(simulate(schedule, costs), costs))
     assert found.keys() == wanted.keys() and len(wanted) > 4
     for key, own in wanted.items():
         assert found[key] == pytest.approx(own, rel=1e-5, abs=1e-5), key
@@ -560,13 +498,9 @@ def test_bars_and_memory_are_those_of_a_picture(loaded, name):
 
 @pytest.mark.parametrize('name', ['zb-v', 'interleaved'])
 def test_what_a_pass_waited_for(loaded, name):
-    schedule = build(name, 4, 8)
-    costs = random_costs(schedule, random.Random(name))
-    said = loaded.evaluate(f"""(() => {{
-        const schedule = scheduleOf('{name}', 2, 4, 8);
-        const run = simulate(schedule, readCosts({as_file(costs)}));
-        return waitsOf(run, figuresOf(run).makespan);
-    }})()""")
+    costs = random_costs(schedule := build(name, 4, 8), random.Random(name))
+    own = f"scheduleOf('{name}', 2, 4, 8)"
+    said = in_browser(loaded, own, costs, 'waitsOf(run, figures.makespan)')
     wanted = waits(simulate(schedule, costs))
     assert [list(map(tuple, own)) for own in said] == wanted
     assert sum(rank >= 0 for own in wanted for rank, _ in own) > 10
@@ -576,42 +510,33 @@ def test_facts_and_peaks_of_a_timeline(page, tmp_path, file):
     """Causes of idle time by name; the most that each rank holds; one time axis for all."""
     load(page, file, '#p=4&m=8&show=zb-h1')
     opened(page, tmp_path, times(4, comm=0.25))
-    schedule, costs = build('zb-h1', 4, 8), Costs.from_json(times(4, comm=0.25))
-    line = simulate(schedule, costs)
-    shares = [f'{share:.1%}' for share in idle_parts(line, costs)]
+    costs = Costs.from_json(times(4, comm=0.25))
+    parts = idle_parts(simulate(build('zb-h1', 4, 8), costs), costs)
+    shares = [f'{share:.1%}' for share in parts]
     causes = zip(('schedule', 'uneven stages', 'messages'), shares, strict=True)
     assert len(set(shares)) == 3
-    told = page.evaluate("document.querySelector('#panels .facts').innerText")
-    assert f'({", ".join(" ".join(cause) for cause in causes)})' in told
+    assert f'({", ".join(" ".join(cause) for cause in causes)})' in page.texts('#panels .facts')[0]
     load(page, file, '#p=4&m=8&show=zb-h1,1f1b')
-    peaks = {
-        name: [f'max {most:.5g}' for most in peak(made, Costs.uniform(made.placement))]
-        for name, made in ((each, build(each, 4, 8)) for each in ('zb-h1', '1f1b'))
-    }
-    assert len(set(peaks['1f1b'])) == 4
-    for place, name in enumerate(drawn(page)):
-        found = f"[...document.querySelectorAll('#panel-{place} .peak')].map(t => t.textContent)"
-        assert page.evaluate(found) == peaks[name]
+    for place, name in enumerate(page.texts('#panels h2')):
+        peaks = [f'max {most:.5g}' for most in held(build(name, 4, 8))]
+        assert page.texts(f'#panel-{place} .peak') == peaks
+        assert len(set(peaks)) == 4 or name != '1f1b'
     widths = "[...document.querySelectorAll('.stretch > rect')].map(r => r.getAttribute('width'))"
     longest = float(expected('1f1b')[0])
     assert list(map(float, page.evaluate(widths))) == [longest, longest]
 
 
-# The table, and what is said above and below it
-
-
-def test_rows_are_in_order(page):
+@pytest.mark.parametrize('limit', ['', 3])
+def test_rows_are_in_order(page, limit):
     """The shortest first, of equally short ones that which holds less; those over a limit last."""
-    for limit in (None, 3):
-        if limit:
-            enter(page, 'limit', limit)
-        rows = [
-            (' > limit' in cells[3], float(cells[0]), float(cells[3].split()[0]))
-            for cells in table(page).values()
-        ]
-        assert rows == sorted(rows)
-        equal = [a for a, b in itertools.pairwise(rows) if a[:2] == b[:2] and a < b]
-        assert equal, 'some are as short and hold more'
+    enter(page, 'limit', limit)
+    rows = [
+        (' > limit' in cells[3], float(cells[0]), float(cells[3].split()[0]))
+        for cells in table(page).values()
+    ]
+    assert rows == sorted(rows)
+    equal = [a for a, b in itertools.pairwise(rows) if a[:2] == b[:2] and a < b]
+    assert equal, 'some are as short and hold more'
 
 
 def test_the_shortest_has_one_copy_of_the_weights(loaded, file):
@@ -629,16 +554,13 @@ def test_the_shortest_has_one_copy_of_the_weights(loaded, file):
 
 
 def test_the_line_above_the_table(page):
-    name, cells = next(
-        (name, cells) for name, cells in table(page).items() if name in text(page, 'best').split()
-    )
-    makespan, gain, idle, held = cells
-    assert text(page, 'best') == (
-        f'Shortest: {name} takes {makespan}, {gain} less time than 1f1b; idle GPU time {idle}, '
-        f'peak memory {held}'
-    )
+    best, shown = text(page, 'best'), table(page)
+    name = next(name for name in shown if name in best.split())
+    makespan, gain, idle, most = shown[name]
+    said = f'Shortest: {name} takes {makespan}, {gain} less time than 1f1b; idle GPU time {idle}, '
+    assert best == f'{said}peak memory {most}'
     one = [family.name for family in families() if family.num_routes == 1]
-    least = min(float(cells[3]) for name, cells in table(page).items() if name in one)
+    least = min(float(cells[3]) for name, cells in shown.items() if name in one)
     enter(page, 'limit', least)
     slide(page, 'comm', 0.5)
     told = rf'within {least:g}: [\w-]+ takes [\d.]+, [\d.]+% more time than 1f1b'
@@ -665,10 +587,7 @@ def test_notes(page, file, tmp_path):
     slide(page, 'p', SIZES.ranks.index(2))
     assert 'The file has speeds of 4 ranks: set p to 4.' in text(page, 'notes')
     assert not table(page)
-    assert silent(page)
-
-
-# Numbers that are typed
+    assert page.silent()
 
 
 def test_typed_numbers(page):
@@ -692,20 +611,7 @@ def test_typed_numbers(page):
         enter(page, control, 0)
     assert 'F, B and W are all 0: give a time above 0' in text(page, 'trouble')
     assert page.evaluate('state.W') > 0
-    assert silent(page)
-
-
-# Memory of files
-
-
-def test_parameters_count_for_a_limit(page, tmp_path):
-    """The table has activations; a limit is of all that a rank holds."""
-    opened(page, tmp_path, times(4, activation=[1] * 4, parameters=[2] * 4))
-    assert table(page)['1f1b'][3] == '4'
-    enter(page, 'limit', 5)
-    assert table(page)['1f1b'][3] == '4 > limit'
-    enter(page, 'limit', 6)
-    assert table(page)['1f1b'][3] == '4'
+    assert page.silent()
 
 
 def test_what_waits_for_w_is_the_activation_by_default(page, tmp_path):
@@ -716,39 +622,45 @@ def test_what_waits_for_w_is_the_activation_by_default(page, tmp_path):
         assert float(table(page)['zb-h2'][3]) == pytest.approx(max(peak(schedule, costs)), rel=1e-4)
 
 
-def test_bytes_are_gib(page, tmp_path, file):
-    """Those of a plan that says so, and activations that are too many for anything else."""
-    opened(page, tmp_path, times(4, activation=[3 * GIB] * 4), 'large')
-    assert table(page)['1f1b'][3] == '12 GiB'
-    enter(page, 'limit', 11)
-    assert table(page)['1f1b'][3] == '12 GiB > limit' and 'within 11 GiB' in text(page, 'best')
-    enter(page, 'limit', 12)
-    assert table(page)['1f1b'][3] == '12 GiB' and page.evaluate('state.limit') == 12 * GIB
-    address = link(page)
-    load(page, file, address)
+def test_memory_of_files(page, tmp_path, file):
+    """A limit is of all that a rank holds, parameters, too; bytes are GiB.
+
+    Those of a plan that says so, and activations that are too many for anything else.
+    """
+    for name, unit, written, most in (
+        ('mine', '', times(4, activation=[1] * 4, parameters=[2] * 4), (4, 6)),
+        ('large', ' GiB', times(4, activation=[3 * GIB] * 4), (12, 12)),
+    ):
+        opened(page, tmp_path, written, name)
+        assert table(page)['1f1b'][3] == f'{most[0]}{unit}'
+        enter(page, 'limit', most[1] - 1)
+        assert table(page)['1f1b'][3] == f'{most[0]}{unit} > limit'
+        assert f'within {most[1] - 1}{unit}' in text(page, 'best')
+        enter(page, 'limit', most[1])
+        assert table(page)['1f1b'][3] == f'{most[0]}{unit}'
+    assert page.evaluate('state.limit') == 12 * GIB
+    load(page, file, link(page))
     assert exact(page, 'limit') == '12'
     own = {'F': [1, 1], 'B': [1, 1], 'W': [1, 1]}
     costs = {'times': own, 'amounts': {'activation': [512, 512]}}
-    plan = {'schedule': json.loads(plan_with()), 'costs': costs, 'units': {'memory': 'bytes'}}
+    schedule = json.loads(build('1f1b', 2, 4).to_json())
+    plan = {'schedule': schedule, 'costs': costs, 'units': {'memory': 'bytes'}}
     opened(page, tmp_path, json.dumps(plan), 'small')
     assert table(page)['small'][3].endswith(' GiB')
-
-
-# What closing takes away
 
 
 def test_closing_forgets_all_of_a_file(page, tmp_path):
     opened(page, tmp_path, times(4, comm=0.25, activation=[GIB] * 4))
     enter(page, 'limit', 2)
     assert page.evaluate('state.comm') == 0.25
-    page.evaluate("document.getElementById('close').click()")
+    page.click('#close')
     assert table(page)['zb-v'] == expected('zb-v') and not text(page, 'opened')
     assert page.evaluate('[state.comm, state.limit, state.file]') == [0, None, None]
     assert page.evaluate("document.getElementById('close').hidden")
     opened(page, tmp_path, times(4, comm=0.25))
-    page.evaluate("document.getElementById('defaults').click()")
+    page.click('#defaults')
     assert page.evaluate('state.file') is None and not text(page, 'opened')
-    assert silent(page)
+    assert page.silent()
 
 
 def test_a_file_is_dropped(page):
@@ -764,9 +676,9 @@ def test_a_file_is_dropped(page):
 def test_a_plan_with_the_name_of_a_schedule(page, tmp_path):
     before = table(page)['1f1b']
     opened(page, tmp_path, build('zb-h1', 4, 8).to_json(), '1f1b')
-    names = page.evaluate("[...document.querySelectorAll('#rows label')].map(l => l.innerText)")
+    names = page.texts('#rows label')
     assert {'1f1b', '1f1b (file)'} <= {*names} and len(names) == len(NAMES) + 1
-    assert '1f1b (file)' in drawn(page) and before == expected('1f1b')
+    assert '1f1b (file)' in page.texts('#panels h2') and before == expected('1f1b')
 
 
 @pytest.mark.parametrize(('stages', 'p'), [(2, 2), (8, 4), (12, 6)])
@@ -781,38 +693,32 @@ def test_ranks_follow_from_stages(page, tmp_path, file, stages, p):
     assert table(page)['1f1b'][0] == f'{line.makespan:.5g}'
 
 
-def test_hops_of_joined_stages(loaded):
-    """Between stages of a file that become one there is no message."""
-    costs = random_costs(build('zb-v', 4, 8), random.Random(3))
-    costs = replace(costs, hops=tuple((k + 1.0, k + 0.5) for k in range(7)))
-    for stages in (2, 4, 8, 16):
-        said = loaded.evaluate(f'joinedCosts(readCosts({as_file(costs)}), {stages}).hops')
-        assert [tuple(hop) for hop in said] == list(joined(costs, stages).hops)
-
-
 # Links
 
 
-def test_a_link_has_each_control(page, tmp_path, file):
+def test_a_link_restores_the_state(page, tmp_path, file):
+    """Each control, what is ticked, and a file."""
     wanted = {'p': 2, 'm': 4, 'v': 4, 'F': 1.5, 'B': 0.75, 'W': 0.5, 'comm': 0.02, 'limit': 3}
-    for control, value in wanted.items():
-        if control in SIZES_OF:
-            slide(page, control, SIZES_OF[control].index(value))
+    for (control, value), sizes in itertools.zip_longest(wanted.items(), SIZES):
+        if sizes:
+            slide(page, control, sizes.index(value))
         else:
             enter(page, control, value)
-    address = link(page)
+    page.click('#rows tr:nth-child(6) input')
+    address, before, shown = link(page), table(page), page.texts('#panels h2')
     said = parse_qs(address[1:])
-    assert {name: float(said[name][0]) for name in wanted} == wanted
-    before = table(page)
+    assert {name: float(said[name][0]) for name in wanted} == wanted and len(shown) in (2, 4)
     load(page, file, address)
+    assert (table(page), page.texts('#panels h2'), link(page)) == (before, shown, address)
     assert page.evaluate(f'[{", ".join(f"state.{name}" for name in wanted)}]') == [*wanted.values()]
-    assert table(page) == before
     typed = ('F', 'B', 'W', 'comm', 'limit')
     assert [exact(page, name) for name in typed] == [str(wanted[name]) for name in typed]
+    page.click('#defaults')
+    assert table(page) != before and link(page) != address
+    # as typed into the address, while the link of the sliders is still to be written
+    page.evaluate(f'location.hash = {json.dumps(address)}; writeLink()')
+    until(page, 'state.B === 0.75')
+    assert table(page) == before and page.silent()
     opened(page, tmp_path, times(4), 'mine')
-    address = link(page)
-    load(page, file, address)
+    load(page, file, link(page))
     assert text(page, 'opened') == 'mine.json: times of 4 stages'
-
-
-SIZES_OF = {'p': SIZES.ranks, 'm': SIZES.microbatches, 'v': SIZES.chunks}

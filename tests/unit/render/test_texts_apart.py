@@ -176,8 +176,7 @@ def test_svg(case):
     for title, heading in HEADS:
         for own, unit, width in ((None, '', 1400), (costs, 'ms', 1400), (costs, 'ms', 1100)):
             head = {'heading': HEADINGS[heading], 'title': TITLES[title], 'width': width}
-            tree = ElementTree.fromstring(svg(timelines, own, unit, **head))
-            held_apart(tree)
+            held_apart(ElementTree.fromstring(svg(timelines, own, unit, **head)))
 
 
 def held_apart(tree: ElementTree.Element) -> list[str]:

@@ -3,20 +3,18 @@
 `orders.json` beside this file holds a short hash of each order. Where a generator was changed on
 purpose, write it anew, look at what differs, and say why in the commit:
 
-    python tests/unit/schedules/test_orders_stay.py
+    PYTHONPATH=tests/support python tests/unit/schedules/test_orders_stay.py
 """
 
-import json
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
-import pytest
+from stays import golden
 
 from megatron_zbpp import Costs, Family, Placement, Schedule, build
 from megatron_zbpp.schedules import FAMILIES
 
-FILE = Path(__file__).with_name('orders.json')
 SIZES = (1, 3), (2, 5), (3, 2), (4, 8), (5, 7)  # ranks and microbatches
 LIMITS = 1.5, 2.0, 3.0  # in activations of one microbatch on a full rank
 TIMES = ((5.0, 6.0, 4.0), (1.0, 2.5, 1.0), (3.0, 3.0, 1.0))
@@ -54,20 +52,11 @@ def of_family(family: Family) -> Iterator[str]:
                 yield text(build(family.name, p, m, num_chunks=chunks, memory_limit=limit))
 
 
-def hashes(name: str) -> str:
+def hashes(family: Family) -> str:
     """Return a few digits for each order."""
-    texts = of_family(BY_NAME[name])
-    return ' '.join(sha256(each.encode()).hexdigest()[:6] for each in texts)
+    return ' '.join(sha256(each.encode()).hexdigest()[:6] for each in of_family(family))
 
 
-BY_NAME = {family.name: family for family in FAMILIES}
-NAMES = sorted(BY_NAME)
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_orders_stay(name):
-    assert hashes(name) == json.loads(FILE.read_text())[name]
-
-
-if __name__ == '__main__':
-    FILE.write_text(json.dumps({name: hashes(name) for name in NAMES}, indent=1) + '\n')
+QUESTIONS = {family.name: family for family in sorted(FAMILIES, key=lambda family: family.name)}
+FILE = Path(__file__).with_name('orders.json')
+test_orders_stay = golden(__name__, FILE, QUESTIONS, hashes)

@@ -202,8 +202,7 @@ def test_pairs():
 def test_each_kind_of_pair_takes_its_own_time(halved, given):
     """So that overlap of tensor-parallel communication is simulated, kind by kind."""
     schedule = build('stp', 4, 12, together=True)
-    plain = Costs.uniform(schedule.placement)
-    timeline = simulate(schedule, replace(plain, **given))
+    timeline = simulate(schedule, replace(Costs.uniform(schedule.placement), **given))
     seen = set()
     for rank, at in schedule.together:
         pair = schedule.passes[rank][at : at + 2]
@@ -387,8 +386,7 @@ def test_what_it_makes_is_what_was_asked_for(own, name, says):
 
 def test_a_module_may_be_loaded_again(own, folder):
     """The family of the same address takes the place of the old one."""
-    again = family('Eager_Up')(own.generate)
-    assert again is own.generate
+    assert family('Eager_Up')(own.generate) is own.generate
     assert find('ownzb.orders:eager').name == own.name
     # in a process of its own, which imports the module where it is named
     command = [sys.executable, '-m', 'megatron_zbpp.cli', 'simulate', '--schedule']

@@ -1,14 +1,16 @@
 """PipeOffload: the paper's order, the comb of copies, and memory that holds whatever times are."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import pytest
 from grids import grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from orders import by_hand, without
+from orders import by_hand, texts, without
 from published import published
 
 from megatron_zbpp import Costs, Pass, Placement, Schedule, build, check, simulate
@@ -17,8 +19,9 @@ from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.analysis.program import Begin
 from megatron_zbpp.ir import BW, chain
 from megatron_zbpp.ir.graph import R
+from megatron_zbpp.schedules import names
 from megatron_zbpp.techniques.base import copy_ratio, with_copies
-from megatron_zbpp.techniques.evict import bound
+from megatron_zbpp.techniques.evict import bound, with_eviction
 from megatron_zbpp.techniques.offload import (
     Comb,
     offload,
@@ -35,8 +38,7 @@ from megatron_zbpp.techniques.recompute import recompute, recomputed
 def copying(num_stages: int, k: float) -> Costs:
     """F = B = W = 1, and both ways of a copy take k times as long as the three."""
     ones = (1.0,) * num_stages
-    copies = dict.fromkeys('OL', (1.5 * k,) * num_stages)
-    return Costs.of(ones, ones, ones, times=copies)
+    return Costs.of(ones, ones, ones, times=dict.fromkeys('OL', (1.5 * k,) * num_stages))
 
 
 ROWS = published(__file__, 'PipeOffload')
@@ -113,8 +115,7 @@ def test_memory_holds_whatever_the_times_are(data):
             for q, (start, end) in zip(order, spans, strict=True)
             if q.kind in 'FLOW'
         )
-        held = accumulate(change for _, change in sorted(events))
-        assert max(held) <= most
+        assert max(accumulate(change for _, change in sorted(events))) <= most
 
 
 @pytest.mark.parametrize(('amount', 'make'), [('half', po_h), ('all', po_f), ('1', po_h)])
@@ -197,9 +198,8 @@ def test_slots():
 
 def test_groups_grow_with_the_share_of_forwards():
     """Where F alone is most of the work, half as many microbatches do not feed all ranks."""
-    long = Costs.of((1.0,) * 16, (0.1,) * 16, (0.1,) * 16)
     second = Pass('F', 8, 0)
-    schedule = po(8, 16, 2, long)
+    schedule = po(8, 16, 2, Costs.of((1.0,) * 16, (0.1,) * 16, (0.1,) * 16))
     assert (po(8, 16).passes[0].index(second), schedule.passes[0].index(second)) == (3, 4)
     check(schedule)
 
@@ -317,6 +317,67 @@ def test_merak_is_shorter_than_1f1b_that_recomputes(p, more):
 
 def test_varuna_runs_forwards_where_1f1b_waits():
     """Rank 0 has all forwards behind it before its first backward; 1F1B has p of them."""
-    order = [p.kind for p in build('varuna', 4, 8).passes[0]]
-    assert order.index(R) == 8
+    assert [p.kind for p in build('varuna', 4, 8).passes[0]].index(R) == 8
     assert [p.kind for p in build('1f1b', 4, 8).passes[0]].index(BW) == 4
+
+
+# ---- Whatever the schedule: no pass moves, no rank holds more.
+
+
+def evicted(schedule: Schedule) -> Schedule:
+    """The first rank may hold three quarters of what it does."""
+    costs = Costs.uniform(schedule.placement)
+    before = peak(schedule, costs)
+    limits = [0.75 * before[0], *before[1:]]
+    return with_eviction(schedule, range(schedule.num_stages), costs, limits)
+
+
+# by name: what makes it, and its passes
+TECHNIQUES: dict[str, tuple[Callable[[Schedule], Schedule], str]] = {
+    **{f'recompute {n}': (partial(recomputed, amount=n), 'R') for n in ('half', 'all', '1')},
+    **{f'offload {n}': (partial(offloaded, amount=n), 'OL') for n in ('half', 'all', 'auto')},
+    'evict': (evicted, 'EK'),
+}
+LESS = ('1f1b', 'interleaved')  # with W right behind B
+
+
+@pytest.mark.parametrize('name', names(plain=True))
+@pytest.mark.parametrize('technique', TECHNIQUES)
+def test_any_schedule(technique, name):
+    if (technique, name) == ('evict', '2bp'):
+        return  # it holds the most behind its last B, for W: none of that can leave
+    make, kinds = TECHNIQUES[technique]
+    plain = build(name, 4, 8)
+    made, costs = make(plain), Costs.uniform(plain.placement)
+    check(made)
+    assert without(made, kinds) == plain.passes
+    after, before = peak(made, costs), peak(plain, costs)
+    assert all(a <= b for a, b in zip(after[:3], before[:3], strict=True))
+    assert after[3] <= before[3] or technique == 'evict'
+    stages = {p.stage for _, p in made if p.kind in kinds}
+    if technique == 'evict':
+        assert {made.rank_of(p) for _, p in made if p.kind in kinds} <= {0} and after[
+            1:3
+        ] == before[1:3]
+        if stages:
+            assert after[0] < before[0] and after[3] > before[3]
+            assert simulate(made, costs).makespan == simulate(plain, costs).makespan
+    elif technique.startswith('recompute') and technique != 'recompute all':
+        assert all(plain.placement.chunk_of(stage) == 0 for stage in stages)
+    elif technique == 'offload all' and name in LESS:
+        assert max(after) < max(before)
+
+
+@pytest.mark.parametrize('technique', ['recompute all', 'offload all', 'evict'])
+def test_passes_that_run_as_one(technique):
+    """They stay so, but those that an R comes between."""
+    make, kinds = TECHNIQUES[technique]
+    order = ' '.join(f'{{0}}F{k}' for k in range(5)) + ' ({0}F5&{0}BW0) '
+    order += ' '.join(f'{{0}}BW{k}' for k in range(1, 6))
+    schedule = by_hand(2, 6, order.format(0), ' '.join(f'1F{k} 1BW{k}' for k in range(6)))
+    made = make(schedule)
+    check(made)
+    assert any(p.kind in kinds for _, p in made)
+    pairs = [' '.join(map(str, made.passes[rank][at : at + 2])) for rank, at in made.together]
+    assert pairs == ([] if kinds == 'R' else ['0F5 0BW0'])
+    assert texts(schedule)[0].startswith('0F0 0F1')

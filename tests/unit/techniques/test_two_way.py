@@ -6,7 +6,9 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 
+import figures
 import pytest
+from figures import span
 from grids import grid
 from orders import texts
 from published import published
@@ -20,7 +22,7 @@ from megatron_zbpp.analysis.program import Instruction, Send
 from megatron_zbpp.ir import F
 from megatron_zbpp.render.html import html
 from megatron_zbpp.render.scene import bars, colour, legend
-from megatron_zbpp.schedules import Formula, Sizes, find, own_families
+from megatron_zbpp.schedules import find, own_families
 from megatron_zbpp.techniques.two_way import unfolded
 
 FAMILIES = {each.name: each for each in own_families(every=True) if each.num_routes > 1}
@@ -67,26 +69,6 @@ def test_replicas_meet_in_passes(family, p):
         prove(meeting_replicas(build(family.name, p, 2 * p)))
 
 
-@families
-def test_formulas(family):
-    promised = 0
-    for p, m, times in product((2, 4, 6, 8), range(1, 33), (EQUAL, (1, 1.2, 0.8), (4, 4, 3))):
-        sizes, schedule = Sizes(p, m, 1, *times), build(family.name, p, m)
-        costs = Costs.uniform(schedule.placement, *times)
-        if family.memory.where(sizes):
-            assert agrees(family.memory, sizes, max(peak(schedule, costs))), sizes
-        if family.bubble.where(sizes):
-            promised += 1
-            window = max(simulate(schedule, costs).windows) - m * sum(times)
-            assert agrees(family.bubble, sizes, window), sizes
-    assert promised > 5
-
-
-def agrees(formula: Formula, sizes: Sizes, found: float) -> bool:
-    promised = formula(sizes)
-    return found <= promised + 1e-5 if formula.at_most else found == pytest.approx(promised)
-
-
 @grid(name=('zb-v', '1f1b-v', 'v-half', 'dualpipe-v'), shape=((1, 3), (2, 5), (4, 9)))
 def test_any_schedule_of_a_v_unfolds(name, shape):
     """It runs as long, and each rank holds as much; and folds into the same passes."""
@@ -98,8 +80,8 @@ def test_any_schedule_of_a_v_unfolds(name, shape):
     check(both)
     assert is_mirrored(both)
     times = Costs.uniform(half.placement)
-    assert simulate(both, times).makespan == simulate(half, times).makespan
-    assert max(peak(both, times)) == max(peak(half, times))
+    assert simulate(both, times).makespan == span(half)
+    assert max(peak(both, times)) == max(figures.held(half))
     assert [p._replace(microbatch=p.microbatch // 2) for p in both.passes[0]] == [*half.passes[0]]
 
 
@@ -114,17 +96,12 @@ def test_any_placement_goes_both_ways():
 
 def test_pictures_tell_the_ways_apart():
     schedule = build('chimera', 4, 8)
-    timeline = simulate(schedule, Costs.uniform(schedule.placement))
+    timeline = figures.timeline(schedule)
     down, up = colour(F), colour(F, 1, 2)
     shown = {(bar.ran.microbatch % 2, bar.fill) for row in bars(timeline) for bar in row}
     assert {(0, down), (1, up)} == {each for each in shown if each[1] in (down, up)}
-    assert [text for text, _ in legend([schedule])] == [
-        'F: forward, down',
-        'F, up',
-        'BW: whole backward, down',
-        'BW, up',
-        'idle',
-    ]
+    shown = [text for text, _ in legend([schedule])]
+    assert shown == ['F: forward, down', 'F, up', 'BW: whole backward, down', 'BW, up', 'idle']
     both = [text for text, _ in legend([schedule, build('1f1b', 4, 8)])]
     assert both[:2] == ['F: forward', 'F, up']
     assert '"route":[0,1]' in html({'chimera': timeline})
@@ -139,8 +116,7 @@ def test_costs_of_ranks_are_renamed_with_them():
     planned = replace(schedule, costs=costs)
     both = planned.over_replicas(schedule.placement.folded())
     assert both.costs is not None and both.costs.speeds != costs.speeds
-    before, after = simulate(planned), simulate(both)
-    assert sorted(before.spans) == sorted(after.spans)
+    assert sorted(simulate(planned).spans) == sorted(simulate(both).spans)
 
 
 # ---- Two-way pipelines: every cell of the tables of the papers and of our measurements, computed.
@@ -167,7 +143,7 @@ def cell(idle: float, makespan: float) -> str:
 
 
 def held(schedule: Schedule, unit: float = 1) -> str:
-    found = [each / unit for each in peak(schedule, Costs.uniform(schedule.placement))]
+    found = [each / unit for each in figures.held(schedule)]
     return f'{min(found):g}..{max(found):g}'
 
 
@@ -200,8 +176,7 @@ def test_formulas_of_chimera(p, m):
     idle = (m // p + 1) * (p - 2)
     assert bubble(whole) == cell(idle, 3 * m + idle)
     from_ends = [min(rank, p - 1 - rank) for rank in range(p)]
-    found = peak(whole, Costs.uniform(whole.placement))
-    assert found == tuple(p // 2 + 1 + rank for rank in from_ends)
+    assert figures.held(whole) == tuple(p // 2 + 1 + rank for rank in from_ends)
     assert held(build('chimera-doubling', p, 2 * p)) == f'{3 * p // 2 + 1}..{2 * p}'
 
 
@@ -271,14 +246,13 @@ def test_at_equal_ranks_weights_and_batch(name):
     ways = find(name).num_routes
     for batch, makespan in zip((8, 16), makespans, strict=True):
         schedule = build(name, 4 * ways, batch * ways // 2)
-        costs = Costs.uniform(schedule.placement, *[3 - ways] * 3)
-        found = simulate(schedule, costs)
+        found = figures.timeline(schedule, *[3 - ways] * 3)
         if makespan is not None:
             assert round(found.makespan, 6) == makespan
             assert makespan >= EQUAL_RANKS['zb-v'][batch // 8 - 1], 'none beats zb-v'
         if name == 'zb-v':
             assert max(found.windows) == {8: 27, 16: 48}[batch]
-    assert max(peak(schedule, costs)) * (3 - ways) == most
+    assert max(figures.held(schedule)) * (3 - ways) == most
     assert ways * schedule.num_stages // schedule.num_ranks <= 4
 
 
@@ -287,9 +261,7 @@ def test_dualpipe_is_dualpipe_v_twice(p):
     for m in (1, 3, 2 * p, 3 * p + 1):
         two, one = build('dualpipe', 2 * p, 2 * m), build('dualpipe-v', p, m)
         for times in (EQUAL, UNEQUAL):
-            of_two = Costs.uniform(two.placement, *times)
-            of_one = Costs.uniform(one.placement, *(2 * each for each in times))
-            assert simulate(two, of_two).makespan == simulate(one, of_one).makespan
-        assert max(peak(two, of_two)) == 2 * max(peak(one, of_one))
+            assert span(two, *times) == span(one, *(2 * each for each in times))
+        assert max(figures.held(two)) == 2 * max(figures.held(one))
         held_twice = [one.placement.stages(min(rank, 2 * p - 1 - rank)) for rank in range(2 * p)]
         assert [two.placement.stages(rank) for rank in range(2 * p)] == held_twice
