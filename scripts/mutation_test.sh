@@ -37,7 +37,7 @@ pytest_add_cli_args_test_selection = [
     "tests/unit/partitioning",
     "tests/unit/render",
     "tests/unit/cli",
-    "tests/unit/runtime/test_clock.py",
+    "tests/unit/runtime/test_clock_sync.py",
 ]
 pytest_add_cli_args = [
     "-p", "no:cacheprovider",

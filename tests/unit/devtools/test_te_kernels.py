@@ -159,7 +159,8 @@ def test_adam_of_every_kind_steps_alike():
 
     def stepped(name, parameter, more, settings):
         own = [[t.clone() for t in part] for part in states]
-        KERNELS[name](1, NO_FLAG, [[gradient.clone()], [parameter], *own, *more], *settings)
+        lists = [[gradient.clone()], [parameter], *own, *more]
+        KERNELS[name](1, NO_FLAG, lists, *settings)
         return own
 
     expected, low = main.clone(), parameter.clone()
@@ -272,7 +273,8 @@ def test_codes():
     )
     assert codes.view(torch.float8_e5m2).float().tolist() == [57344, -57344, 1.5]
     codes = torch.arange(24, dtype=torch.uint8).view(2, 3, 4)
-    assert TEX.fp8_transpose(codes, None, out=None).shape == (4, 2, 3)
+    moved = TEX.fp8_transpose(codes, None, out=None)
+    assert moved.shape == (4, 2, 3)
     out = torch.empty(4, 6, dtype=torch.uint8)
     assert TEX.fp8_transpose(codes, None, out=out) is out and torch.equal(out, codes.view(6, 4).t())
 

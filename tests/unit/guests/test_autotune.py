@@ -114,18 +114,10 @@ def test_cells_are_planned_by_what_they_take(share, cells):
     costs, limit, _ = merge_measurements(
         [Measured(fit(timeline), 1.0, {}, None, 0)] * 2, schedule, None
     )
-    found = Schedule.from_json(schedule_text(schedule, costs, limit, 0.2, 'makespan'))
+    text = schedule_text(schedule, costs, limit, 0.2, 'makespan')
+    found = Schedule.from_json(text)
     assert bool(found.together) == cells
     assert simulate(found, costs).makespan <= timeline.makespan
-
-
-def started(monkeypatch, found, schedule=SCHEDULE):
-    """What `auto` is, says, and asks for behind the last iteration that it measures."""
-    said, asked = [], []
-    monkeypatch.setattr(BackgroundSearch, 'start', lambda _, search, *rest: asked.append(search))
-    auto = AutoPlan(say=said.append, _spans=[9.0], _found=found)
-    auto._start(schedule)
-    return auto, said, asked
 
 
 @pytest.mark.parametrize('mirrored', [False, True])
@@ -136,7 +128,11 @@ def test_plans_know_the_latency_of_each_pair_of_ranks(monkeypatch, mirrored):
     edges = tuple((*pair, 0.7e-3) for pair in ((0, 1), (1, 0)))
     costs = replace(Costs.uniform(schedule.placement, 2e-3, 2e-3, 2e-3, comm=0.1e-3), edges=edges)
     measured = Measured(measured_costs(simulate(schedule, costs)), 1.0, {}, None, 0, (0, 1, 2, 3))
-    auto, told, asked = started(monkeypatch, [measured] * 3, schedule)
+    told, asked = [], []
+    monkeypatch.setattr(auto_plan.dist, 'get_rank', lambda: 0)
+    monkeypatch.setattr(BackgroundSearch, 'start', lambda _, search, *rest: asked.append(search))
+    auto = AutoPlan(say=told.append, _spans=[9.0], _found=[measured] * 3)
+    auto._start(schedule)
     start, given, *_ = asked[0].args
     assert start.placement.only_route[0] == 0
     assert given.edge(*((2, 3) if mirrored else (0, 1))) == pytest.approx(0.7e-3)
@@ -150,8 +146,12 @@ def test_what_is_measured_of_messages_counts_hops(monkeypatch):
     schedule = build('zb-v', 4, 8)
     costs = Costs.uniform(schedule.placement, 2e-3, 2e-3, 2e-3, comm=0.1e-3)
     costs = replace(costs, hops=((0.0, 0.0),) * 6 + ((0.3e-3, 0.4e-3),))
+    told = []
+    monkeypatch.setattr(auto_plan.dist, 'get_rank', lambda: 0)
+    monkeypatch.setattr(BackgroundSearch, 'start', lambda *_: None)
     found = Measured(costs, 1.0, {}, None, 0, (0, 1, 2, 3))
-    assert 'messages 0.1 to 0.5 ms' in started(monkeypatch, [found] * 3, schedule)[1][0]
+    AutoPlan(say=told.append, _spans=[9.0], _found=[found] * 3)._start(schedule)
+    assert 'messages 0.1 to 0.5 ms' in told[0]
 
 
 @pytest.mark.parametrize('settled', [False, True])
@@ -182,18 +182,23 @@ def test_each_batch_size_is_planned_for_by_itself(monkeypatch, settled):
 
 def test_a_slow_replica_is_named(monkeypatch):
     """Of three, by the rank of the job; the costs to plan for are the usual ones."""
+    monkeypatch.setattr(BackgroundSearch, 'start', lambda *_: None)
     slow = COSTS.with_times(F=(0.5, 0.8, 0.8, 0.5), W=(0.5, 0.8, 0.8, 0.5))
     found = [
         Measured(slow if ranks == (1, 4) else COSTS, 1.0, {}, None, rank, ranks)
         for ranks in ((0, 3), (1, 4), (2, 5))
         for rank in (0, 1)
     ]
-    auto, said, _ = started(monkeypatch, found)
+    said = []
+    auto = AutoPlan(say=said.append, _spans=[9.0], _found=found)
+    auto._start(SCHEDULE)
     assert 'rank 4 takes 1.4 times as long as other replicas usually do' in said[1]
     assert auto.costs.times['F'] == COSTS.times['F']
-    assert len(started(monkeypatch, found[:4])[1]) == 1, 'of two, neither is the usual one'
+    two = AutoPlan(say=said.append, _spans=[9.0], _found=found[:4])
+    two._start(SCHEDULE)
+    assert len(said) == 3, 'of two, neither is the usual one'
     counted = [replace(each, spare=(3 + each.rank) * 2**30) for each in found[:2]]
-    _, said, _ = started(monkeypatch, counted)
+    AutoPlan(say=said.append, _spans=[9.0], _found=counted)._start(SCHEDULE)
     assert said[-1].endswith('; 3 GiB or more never needed'), 'which side tasks may have'
 
 

@@ -29,6 +29,8 @@ COSTS = Costs.uniform(FIRST.placement)
 
 
 class Listening(Guest):
+    """Notes what it hears."""
+
     def __init__(self):
         self.heard = []
 
@@ -40,6 +42,8 @@ class Listening(Guest):
 
 
 class Switching(Listening):
+    """Asks for a change once."""
+
     def __init__(self, change):
         super().__init__()
         self.change = change
@@ -51,6 +55,7 @@ class Switching(Listening):
 
 
 def run_of(*guests, **settings):
+    """A session with guests."""
     session = Session(Settings('zb-h1', **settings))
     for guest in guests:
         session.invite(guest)
@@ -129,6 +134,7 @@ def test_freezing_refuses_a_schedule_that_it_was_not_planned_for():
 
 
 def searched(search: partial[str]) -> str:
+    """The answer of another process."""
     search_process = BackgroundSearch('the search', search, 60, pytest.fail)
     search_process._process.wait()
     assert search_process.ended()
@@ -141,7 +147,8 @@ def test_a_schedule(monkeypatch, tmp_path, objective):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
     placement = Placement.v(2)
     costs = Costs.uniform(placement, 10, 12, 8, comm=1)
-    text = searched(partial(schedule_text, build('zb-v', 2, 4), costs, 1.5, 0.2, objective))
+    start = build('zb-v', 2, 4)
+    text = searched(partial(schedule_text, start, costs, 1.5, 0.2, objective))
     found = Schedule.from_json(text)
     check(found)
     assert found.placement == placement and found.num_microbatches == 4
@@ -195,7 +202,8 @@ def trace(tmp_path):
     schedule = build('zb-v', 2, 6)
     costs = replace(Costs.uniform(schedule.placement, comm=0.25), hops=[(0, 0), (0, 0), (1, 1)])
     measured = simulate(schedule, costs)
-    Tracer(tmp_path).draw(measured)
+    tracer = Tracer(tmp_path)
+    tracer.draw(measured)
     return tmp_path / 'stages.json', measured.makespan
 
 

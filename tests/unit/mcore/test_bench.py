@@ -79,6 +79,7 @@ def printed(folder: Path, capsys, *words: str, rounds: int = 2, **job: str) -> t
 
 
 def bench(folder: Path, capsys, rounds: int = 2, **job: str) -> tuple[int, dict]:
+    """Exit code and JSON of it."""
     code, out = printed(folder, capsys, '--json', rounds=rounds, **job)
     return code, json.loads(out)
 
@@ -95,7 +96,8 @@ def test_runs_are_in_turns_and_kept(folder, capsys):
     assert code == 0 and (own['name'], ours['name']) == (OWN, 'zb-v')
     assert own['runs'] == [0.01, 0.01] and ours['gain'] == 0 and ours['losses_equal'] is True
     assert (folder / 'ran').read_text().count('ran') == 5, 'the start, and two runs of each'
-    assert bench(folder, capsys) == (code, found), 'nothing is run again'
+    again = bench(folder, capsys)
+    assert again == (code, found), 'nothing is run again'
     assert (folder / 'ran').read_text().count('ran') == 5
     assert (folder / 'zbpp-bench/bench.png').exists() and not (folder / 'zbpp-bench/start').exists()
     bench(folder, capsys)
@@ -155,8 +157,15 @@ def test_ctrl_c_prints_what_ran(folder):
     words = 'bench --rounds 2 --iterations 2 --schedules zb-v --json'.split()
     line = ['--', 'sh', 'job.sh', 'megatron_zbpp.launch', 'job.py']
     command = [sys.executable, '-m', 'megatron_zbpp.cli', *words, *line]
-    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
-    with subprocess.Popen(command, text=True, **pipes) as process:
+    # what runs in the background of a shell ignores it, and so would the bench
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
         assert select.select([begun], [], [], 120)[0], 'the second run begins'
         run = int(os.read(begun, 100))
         process.send_signal(signal.SIGINT)

@@ -145,7 +145,8 @@ def test_late_by_default_and_ranks_must_agree():
     programs.varying = True
     found = programs.lowered(4, 8, forward_only=False)
     assert found.programs == lower(found.schedule, BY_TAKER) != late.programs
-    assert programs.lowered(4, 8, forward_only=True).schedule == evaluation(late.schedule)
+    evaluated = programs.lowered(4, 8, forward_only=True).schedule
+    assert evaluated == evaluation(late.schedule)
     programs.varying = False
     assert programs.lowered(4, 8, forward_only=False) is late
 

@@ -96,7 +96,8 @@ def test_late(folder, imported):
     registry.install([patch])
     assert 'theirs' not in sys.modules
     if imported:
-        assert importlib.import_module('theirs').asks() == 'ours for answer'
+        theirs = importlib.import_module('theirs')
+        assert theirs.asks() == 'ours for answer'
     registry.undo()
     assert importlib.import_module('theirs').asks() == 'answer'
 

@@ -20,8 +20,8 @@ from megatron_zbpp.launch import arguments, flags
 from megatron_zbpp.mcore import enabled
 from megatron_zbpp.mcore.job.resolve import Facts, require_taken_back, resolve
 from megatron_zbpp.mcore.job.rules import rows
-from megatron_zbpp.mcore.options import Problems
-from megatron_zbpp.mcore.settings import BY_FLAG, Request, Settings
+from megatron_zbpp.mcore.options import ARGUMENTS, Problems
+from megatron_zbpp.mcore.settings import BY_BRIDGE, BY_FLAG, Request, Settings
 from megatron_zbpp.runtime.activations import host_memory
 
 
@@ -32,6 +32,7 @@ def resolved(schedule='zb-v', names=BY_FLAG, options=(), given=(), **changes):
 
 
 def prepared(config, schedule, **options):
+    """The settings of a recipe."""
     return bridge.prepare(config, Settings(schedule, **options)).settings
 
 
@@ -53,6 +54,33 @@ def test_nothing_is_written_into_what_is_read():
     assert vars(args) == before and not job.checks.problems
     assert job.writes['pipeline_model_parallel_layout'] == 'Et|t|t|tL'
     assert job.writes['defer_embedding_wgrad_compute'] is False
+
+
+def test_all_that_is_wrong_is_told_together():
+    layers, refused = told(resolved(num_layers=3, moe_paged_stash=True, sft=None))
+    assert layers.startswith('3 layers cannot be placed') and '--num-layers' in layers
+    assert refused.startswith('with --pipeline-schedule, moe_paged_stash=True: ')
+    fp8 = {'fp8': 'hybrid', 'fp8_recipe': 'delayed'}
+    options = {'offload': 'some', 'recompute': 'all', 'kept_gib': -1}
+    kept, amount, refused = told(resolved(options=options, **fp8))
+    assert '--optimizer-post-validation-kept-gib is -1: give a number' in kept
+    assert "--pipeline-offload of 'some': give 'half'" in amount and 'fp8_recipe=delayed' in refused
+
+
+@pytest.mark.parametrize(
+    ('names', 'option', 'layers', 'cure'),
+    [
+        (BY_FLAG, '--pipeline-watchdog-timeout', '--num-layers', 'drop --moe-paged-stash'),
+        (ARGUMENTS, 'watchdog_timeout', 'num_layers', 'drop moe_paged_stash'),
+        (BY_BRIDGE, 'watchdog_timeout', 'model.num_layers', 'drop moe_paged_stash'),
+    ],
+    ids=['flags', 'arguments', 'fields'],
+)
+def test_each_person_is_told_their_own_names(names, option, layers, cure):
+    options, wrong = {'watchdog_timeout': -1}, {'num_layers': 3, 'moe_paged_stash': True}
+    value, few, refused = told(resolved(names=names, options=options, **wrong))
+    assert value == f'{option} is -1: give a number from 0 up'
+    assert f'give each stage a layer ({layers})' in few and refused.endswith(cure)
 
 
 def test_problems_have_their_option():

@@ -9,12 +9,25 @@ import pytest
 from megatron_zbpp import Placement
 from megatron_zbpp.ir.layout import layers_per_stage, layout_string
 from megatron_zbpp.mcore.iteration.announcement import losses_from_scratch
-from megatron_zbpp.mcore.placement_independent_init import can_be_drawn, chains
+from megatron_zbpp.mcore.placement_independent_init import Part, can_be_drawn, chains
 from megatron_zbpp.mcore.settings import Settings
 
 
 def stages(layers, placement, mtp=0):
     return layout_string(layers_per_stage(layers, placement), mtp).split('|')
+
+
+def test_a_rank_of_stock_draws_its_stages_in_turn():
+    """Interleaved, a rank has stages that lie apart."""
+    ours = stages(8, Placement.v(2).reversed())
+    assert chains(stages(8, Placement.loop(2, 2)), ours, 2) == (
+        (Part(0, 0), Part(0, 1), Part(0, 2), Part(2, 1), Part(2, 2)),
+        (Part(1, 1), Part(1, 2), Part(3, 1), Part(3, 2), Part(3, 3)),
+    )
+    ours = stages(4, Placement.v(2).reversed(), mtp=1)
+    assert ours == ['Et', 't', 't', 'tmL']
+    _, last = chains(['Ett', 'ttmL'], ours, 2)
+    assert last == (Part(3, 0), Part(2, 1), Part(3, 1), Part(3, 2))
 
 
 @pytest.mark.parametrize('p', [2, 3, 4, 5, 8])

@@ -7,12 +7,14 @@ import pytest
 
 pytest.importorskip('megatron.core')
 
+import torch
 
 from megatron_zbpp import Costs
 from megatron_zbpp.mcore.job.model_shape import shape_of
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import BY_FLAG, Settings
 from megatron_zbpp.mcore.techniques.slice_choice import settled
+from megatron_zbpp.mcore.techniques.sliced_layers import Kept, Slice
 from megatron_zbpp.partitioning.shapes import Shape, attention_of
 from megatron_zbpp.techniques.slices.balance import Attention, balanced
 from megatron_zbpp.techniques.slices.graph import ToFind, sized
@@ -144,3 +146,23 @@ def test_sizes_in_words():
     for text in ('auto', 'auto:2048', 'balanced:4'):
         assert str(Settings('zb-v', slices=text).sliced) == text
     assert Settings('zb-v', slices='auto:4096').sliced == ToFind()
+
+
+# ---- Keys and values that slices keep for each other.
+
+
+def test_memory_is_known_while_it_is_kept():
+    kept, layers = Kept(), [torch.nn.Linear(1, 1) for _ in range(2)]
+    for microbatch in (0, 1):
+        for start in (0, 2):
+            part = Slice(microbatch, start, start + 2, 4)
+            kept.visited.clear()
+            for layer in layers:
+                found = kept.extended(layer, part, *torch.zeros(2, 2, 1, 1, 8))
+                own = {each.untyped_storage()._cdata for each in found}
+                assert len(own) == 2 and own <= kept.storages
+    assert len(kept.storages) == 8  # of two microbatches and layers, keys and values
+    kept.drop(0)
+    assert len(kept.storages) == 4
+    kept.drop(1)
+    assert not kept.storages

@@ -35,7 +35,8 @@ def test_passes_over_weights(monkeypatch, hashed):
     looking = watch.Watch(watch.Watched([module]), hashed, early_steps.unseen_by_autograd)
     looking.changes()
     looking.differ()
-    assert len(counted) == 2 * len([*module.parameters(), *module.buffers()]) * hashed
+    tensors = [*module.parameters(), *module.buffers()]
+    assert len(counted) == 2 * len(tensors) * hashed
 
 
 # How much old state an early step keeps, of the memory that there is.

@@ -81,7 +81,9 @@ def test_speculative_then_true_step(name, steps_before, in_place, kept_bytes, cl
 class Counting(torch.optim.SGD):
     """Counts its steps in its groups, and steps each parameter by that: as fused optimizers do.
 
-    Where it is `always`, in groups without parameters, too.
+    Args:
+        parameters: a list for each group.
+        always: whether it counts where a group has no parameters, too.
     """
 
     def __init__(self, parameters, always):
@@ -140,7 +142,11 @@ def test_undone_copies():
 
 
 class Allocated(TorchDispatchMode):
-    """Most bytes alive at once of what was made meanwhile, beside tensors that were known."""
+    """Most bytes alive at once of what was made meanwhile.
+
+    Args:
+        known: tensors that were there before.
+    """
 
     def __init__(self, known):
         super().__init__()
@@ -220,6 +226,8 @@ def test_stands_as_megatron_clips(norm, clip_grad):
 @given(st.floats(0, width=32))
 def test_a_norm_gives_its_sum_of_squares_back(total):
     """`updates` gets the root of a float32 and reduces the float32 itself."""
+    import torch
+
     root = total**0.5
     assert torch.tensor([root * root], dtype=torch.float32).item() == total
 

@@ -20,12 +20,14 @@ CASES = {
 
 @pytest.mark.parametrize('case', CASES)
 def test_of_one_microbatch(case):
-    lowered = Programs(Settings(case.partition(',')[0], **CASES[case])).lowered(4, 8, False)
+    programs = Programs(Settings(case.partition(',')[0], **CASES[case]))
+    lowered = programs.lowered(4, 8, False)
     exchanges = []
     for rank, program in enumerate(lowered.programs):
         alone = one_microbatch(program)
         passes = [i for i in alone if isinstance(i, Pass)]
-        for stage in lowered.placement.stages(rank):
+        held = lowered.placement.stages(rank)
+        for stage in held:
             mine = [p for p in passes if p.stage == stage]
             assert len({p.microbatch for p in mine}) == 1
             whole = [

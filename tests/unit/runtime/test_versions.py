@@ -26,6 +26,85 @@ def backward(j):
     return Pass('BW', 0, j)
 
 
+def test_weights_of_forwards_and_backwards():
+    weight = torch.zeros(1, requires_grad=True)
+    versions = Slots([weight], 1, None)
+
+    def step():
+        weight.data += 1
+        return 'stepped'
+
+    graphs = []
+    for j in range(3):
+        versions.before_forward(forward(j))
+        graphs.append((weight * weight).sum())
+        assert versions.step(step) == 'stepped'
+        assert weight.item() == j + 1
+    assert versions.most == 4
+    for j, graph in enumerate(graphs):
+        weight.grad = None
+        versions.before_backward(backward(j))
+        graph.backward()
+        assert weight.grad is not None and weight.grad.item() == 2 * j
+    # version 1 is what version 0 was; forwards of batch b have version b-1
+    weight = torch.zeros(1)
+    versions = Slots([weight], 2, 1)
+    seen = []
+    for batch, by in enumerate((0, 1, 1, 1)):
+        for j in (2 * batch, 2 * batch + 1):
+            versions.before_forward(forward(j))
+            seen.append(weight.item())
+            versions.before_backward(backward(j))
+        versions.step(lambda by=by: weight.data.add_(by))
+    assert seen == [0, 0, 0, 0, 0, 0, 1, 1]
+    assert versions.most == 2
+
+
+def test_one_storage_is_stepped_unseen():
+    weight = torch.ones(1, requires_grad=True)
+    versions = OneStorage([weight])
+    graph = (weight * weight).sum()
+
+    @torch.no_grad()
+    def step():
+        weight.mul_(3)
+
+    versions.step(step)
+    graph.backward()
+    assert weight.grad is not None and weight.grad.item() == 6
+
+
+def test_forwards_that_run_again_have_the_versions_that_they_had():
+    """With other numbers behind a restart, and in batches of another size."""
+    weight = torch.zeros(1)
+    versions = Slots([weight], 2, None, ahead=3)
+    seen = []
+
+    def run(j):
+        versions.before_forward(forward(j))
+        seen.append(int(weight))
+
+    for j in range(5):
+        run(j)
+    for batch in range(2):
+        for j in (2 * batch, 2 * batch + 1):
+            versions.before_backward(backward(j))
+        versions.step(lambda: weight.data.add_(1))
+        run(2 * batch + 5)
+        run(2 * batch + 6)
+    in_flight = seen[4:7]
+    versions.restart(2, 2)
+    del seen[:]
+    for j in range(3):
+        run(j)
+    assert seen == in_flight == [0, 1, 1]
+    versions.restart(2, 3)
+    del seen[:]
+    for j in range(4):
+        run(j)
+    assert seen == [1, 1, 1, 2]
+
+
 def test_calls_have_one_step():
     calls = calls_of(without_flush('endless', updating(chain(2), 2), 2))
     training = EndlessTraining()
@@ -98,6 +177,34 @@ def test_a_step_that_is_taken_when_its_weights_are_needed():
     assert versions.most == 2
 
 
+def test_backwards_on_corrected_weights():
+    """By the formula of the paper; forwards and steps have the newest."""
+    weight = torch.full((1,), 4.0)
+    versions = Corrected([weight], [weight], every=1, ahead=2, decay=0.25)
+    for by, corrected in ((0.0, 4.0), (2.0, 6 - 2 * 1.0), (1.0, 7 - 2 * (0.5 + 0.5))):
+        versions.step(lambda by=by: weight.data.add_(by))
+        newest = weight.item()
+        versions.before_backward(backward(0))
+        assert weight.item() == corrected
+        versions.before_backward(backward(1))
+        assert weight.item() == corrected
+        versions.before_forward(forward(2))
+        assert weight.item() == newest
+        versions.before_backward(backward(2))
+    # the average goes on; from then on forwards are fewer steps late
+    weight = torch.full((1,), 4.0)
+    versions = Corrected([weight], [weight], every=1, ahead=2, decay=0.25)
+    versions.step(lambda: weight.data.add_(2.0))
+    versions.before_backward(backward(0))
+    versions.restart(batch=1, every=2)
+    assert weight.item() == 6
+    versions.before_backward(backward(0))
+    assert weight.item() == 6 - 1 * 1.0
+    versions.step(lambda: weight.data.add_(2.0))
+    versions.before_backward(backward(2))
+    assert weight.item() == 8 - 1 * (0.25 * 1 + 0.75 * 2)
+
+
 @pytest.mark.parametrize('steps', [0, 1, 2])
 def test_a_training_that_goes_on_corrects_as_the_one_that_ended(steps):
     """What is kept of it, and the newest weights, are all that there is."""
@@ -134,6 +241,7 @@ def test_steps_of_a_training_that_goes_on():
 
 @pytest.fixture
 def alone(tmp_path):
+    """A world of one rank."""
     store = dist.FileStore(str(tmp_path / 'store'), 1)
     dist.init_process_group('gloo', store=store, rank=0, world_size=1, timeout=timedelta(seconds=9))
     yield dist.group.WORLD

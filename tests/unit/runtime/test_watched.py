@@ -1,8 +1,6 @@
 """What the watchdog looks at, one thing after the other."""
 
-import json
 import time
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -36,14 +34,18 @@ def watchdog(monkeypatch):
 
 
 def test_passes_that_others_have_not_ended_are_watched_again(watchdog):
-    """What is over is not."""
     passes = Passes()
     with watchdog._watching(passes):
         pass
     with watchdog.collective('gradients'):
         assert watchdog._activity.beat() == 'gradients'
     assert watchdog._activity is passes
-    passes.over = True
+
+
+def test_what_is_over_is_not(watchdog):
+    passes = Passes()
+    with watchdog._watching(passes):
+        passes.over = True
     with watchdog.collective('gradients'):
         pass
     assert watchdog._activity is not passes and watchdog._activity.beat() is None
@@ -86,16 +88,44 @@ def test_where_cuda_is_not_used(tmp_path):
 
 
 # by rank: what it says; who lives, who asks, for how long nothing has moved there, and who is named
-BLAMED = json.loads(Path(__file__).with_name('blamed.json').read_text())
+BLAMED = [
+    # rank 3 waits for 2, which waits for 1, which waits for 0, which is stopped
+    (
+        {0: ('1F4', (1,), 0.5), 1: ('F', (0,), 6.0), 2: ('F', (1,), 6.0), 3: ('F', (2,), 6.0)},
+        *({1, 2, 3}, 3, 6.0, 'culprit: global rank 0, which does not answer'),
+        ' (its last word: 1F4); 1 waits for 0, 2 waits for 1, 3 waits for 2',
+    ),
+    # who stands and waits for nobody
+    (
+        {0: ('0B0', (1,), 6.0), 1: ('save', (), 5.5)},
+        *({0, 1, 2, 3}, 0, 6.0, 'culprit: global rank 1, which stands for 6 s at save; '),
+        '0 waits for 1',
+    ),
+    # where a rank has died, others that live and have not come yet are not late
+    (
+        {0: ('step', (1, 2)), 1: ('1F0', (), 9.0), 2: ('step', (0, 1))},
+        *({0, 1}, 0, None, 'culprit: global rank 2, which does not answer (its last word: step); '),
+        '0 waits for 2',
+    ),
+    # who ends because of others is no culprit, though it no longer answers
+    (
+        {
+            0: ('0B0', (1,)),
+            1: ('1B0', (2,), 0.0, '', True),
+            2: ('2F4', (), 0.0, 'RuntimeError: out of luck', True),
+        },
+        *({0}, 0, None, 'culprit: global rank 2, which failed at 2F4: RuntimeError: out of luck; '),
+        '0 waits for 1, 1 waits for 2',
+    ),
+]
 
 
-@pytest.mark.parametrize('case', BLAMED)
-def test_who_is_blamed(case):
-    said, alive, asks, stalled, who, chain = BLAMED[case]
-    statuses = {int(rank): RankStatus(*own) for rank, own in said.items()}
+@pytest.mark.parametrize(('said', 'alive', 'asks', 'stalled', 'who', 'chain'), BLAMED)
+def test_who_is_blamed(said, alive, asks, stalled, who, chain):
+    statuses = {rank: RankStatus(*own) for rank, own in said.items()}
     given = {} if stalled is None else {'stalled': stalled}
-    assert find_culprit(asks, statuses, {*alive}, **given) == who + chain
-    if case == 'a rank that has died, and one that is late':
+    assert find_culprit(asks, statuses, alive, **given) == who + chain
+    if 9.0 in said[1]:
         assert find_culprit(asks, statuses, {0, 1, 2}).startswith('culprit: none found')
 
 
