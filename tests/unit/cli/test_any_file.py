@@ -35,7 +35,7 @@ from megatron_zbpp.cli.arguments import load_devices, load_layers
 from megatron_zbpp.cli.parser import _COMMANDS, _parser
 from megatron_zbpp.ir import formats
 from megatron_zbpp.ir.strict_json import printable
-from megatron_zbpp.mcore.settings import freeze_plan
+from megatron_zbpp.partitioning.freeze_plans import plan_of
 from megatron_zbpp.partitioning.measured_files import read_times
 from megatron_zbpp.planner.cost_sources import StageCosts
 
@@ -108,7 +108,7 @@ def readers(tmp_path_factory):
             'devices': Reader(
                 lambda path: load_devices(path, None), (NODES.to_json(), parted), on_devices
             ),
-            'freezing': Reader(freeze_plan, (freezing,), []),
+            'freezing': Reader(plan_of, (freezing,), []),
             'stages': Reader(
                 lambda path: profiling._measured(f'Et|tL={path}'),
                 (json.dumps(STAGES),),
