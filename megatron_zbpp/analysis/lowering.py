@@ -88,8 +88,8 @@ class _Flow:
     """The dependencies among passes, which are numbers: rank by rank, in order."""
 
     def __init__(self, schedule: Schedule) -> None:
-        m, cut = schedule.num_microbatches, schedule.graph.num_slices
-        flat = compiled(schedule.graph)
+        flat, m = compiled(schedule.graph), schedule.num_microbatches
+        cut = flat.per_stage
         self.passes = list(itertools.chain.from_iterable(schedule.passes))
         self.ranks = [rank for rank, order in enumerate(schedule.passes) for _ in order]
         made = [0] * (flat.num_rows * m)  # by row and microbatch, the pass that makes it

@@ -270,9 +270,14 @@ class Compiled:
     # by kind, and there by `stage * num_slices + slice`; None where the graph has none
     steps: Mapping[str, tuple[Step | None, ...]]
 
+    @property
+    def per_stage(self) -> int:
+        """The number of entries of a stage in `steps`: one for each slice."""
+        return self.graph.num_slices
+
     def step(self, kind: str, stage: int, slice: int = 0) -> Step:
         """Return the work of a pass of a kind."""
-        step = self.steps[kind][stage * self.graph.num_slices + slice]
+        step = self.steps[kind][stage * self.per_stage + slice]
         if step is None:
             raise KeyError((kind, stage, slice))
         return step
@@ -320,14 +325,13 @@ class Compiled:
         By pool, then by kind, stage and slice.
         """
         pools: dict[str, dict[tuple[str, int, int], dict[str, int]]] = {}
-        graph = self.graph
         for kind, steps in self.steps.items():
             for at, step in enumerate(steps):
                 if step is None:
                     continue
-                stage, part = divmod(at, graph.num_slices)
-                for task in graph.tasks(kind, stage, part):
-                    for hold in graph.holds[task]:
+                stage, part = divmod(at, self.per_stage)
+                for task in self.graph.tasks(kind, stage, part):
+                    for hold in self.graph.holds[task]:
                         own = pools.setdefault(hold.pool, {}).setdefault((kind, stage, part), {})
                         own[hold.amount] = own.get(hold.amount, 0) + hold.change
         return pools

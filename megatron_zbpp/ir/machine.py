@@ -34,7 +34,7 @@ class Machine:
         self.placement, self.num_microbatches = placement, num_microbatches
         self.costs, self.graph = costs, graph
         self._several_routes = not placement.is_one_way
-        flat, slices = compiled(graph), graph.num_slices
+        flat = compiled(graph)
         self._seldom = {name for name, kind in graph.kinds.items() if kind.every > 1}
         # entries of a row before those of the microbatches: what is looked back to at the start
         self._before = flat.looks_back
@@ -49,11 +49,11 @@ class Machine:
                 {
                     kind: [
                         self._timing(ranks, kind, stage, part, step) if step else _NO_PASS
-                        for stage, step in enumerate(steps[part::slices])
+                        for stage, step in enumerate(steps[part :: flat.per_stage])
                     ]
                     for kind, steps in flat.steps.items()
                 }
-                for part in range(slices)
+                for part in range(flat.per_stage)
             ]
             for ranks in ((*route, *range(placement.num_ranks)) for route in placement.routes)
         ]

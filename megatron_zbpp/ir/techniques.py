@@ -19,34 +19,27 @@ from types import MappingProxyType
 from megatron_zbpp.ir.graph import Applied, Collective, Graph, Hold, Kind, Need, Task, chain
 
 _Technique = Callable[..., Graph]
-# Modules of the library's own, by the names that files have; imported when they are asked for.
-_MODULES = {
-    'recompute': 'recompute',
-    'offload': 'offload',
-    'sliced': 'slices.graph',
-    'exchanging_context': 'slices.graph',
-    'split_embedding': 'vocabulary.graph',
-    'split_vocabulary': 'vocabulary.graph',
-    'updating': 'updates.versions',
-}
 _REGISTERED: dict[str, _Technique] = {}
 
 
 def register(technique: _Technique) -> _Technique:
     """Enter a function from graph to graph under its name, by which files find it; return it."""
     name = technique.__name__
-    if name in _MODULES:
+    if name in _library():
         raise ValueError(f'technique {name!r} is one of the library: choose another name')
     _REGISTERED[name] = technique
     return technique
 
 
+def _library() -> Mapping[str, str]:
+    return importlib.import_module('megatron_zbpp.techniques').GRAPHS
+
+
 def _find(name: str) -> _Technique:
-    if name in _MODULES:
-        module = f'megatron_zbpp.techniques.{_MODULES[name]}'
-        return getattr(importlib.import_module(module), name)
+    if module := _library().get(name):
+        return getattr(importlib.import_module(f'megatron_zbpp.techniques.{module}'), name)
     if name not in _REGISTERED:
-        known = ', '.join((*_MODULES, *_REGISTERED))
+        known = ', '.join((*_library(), *_REGISTERED))
         raise ValueError(
             f'technique {name!r} is not known: there are {known}: import the module that registers '
             'another'

@@ -54,7 +54,7 @@ def replay(
     )
     positions, clocks, spare = _resume(problem, ends, cap)
     times, needs, edges = problem.times, problem.needs, problem.edges
-    slices = problem.slices
+    cycle = len(times[0])  # all queues have as many times, one for each slice of a sequence
     running = [r for r, order in enumerate(orders) if positions[r] < len(order)]
     while running:
         waiting: list[int] = []
@@ -83,7 +83,7 @@ def replay(
                     if slack < -EPSILON:
                         return None
                     clock = arrival
-                clock += times[queue][len(own) % slices]
+                clock += times[queue][len(own) % cycle]
                 own.append(clock)
             else:
                 position = len(order)
@@ -98,17 +98,17 @@ def replay(
 def latest(awaited: Awaited, microbatch: int, ends: Ends) -> float:
     """Return when the last of several inputs is there; inf: one has not ended."""
     arrival = 0.0
-    for need, edge, slices in awaited:
-        own, last = ends[need], last_of(microbatch, slices)
+    for need, edge, group in awaited:
+        own, last = ends[need], last_of(microbatch, group)
         if len(own) <= last:
             return inf
         arrival = max(arrival, own[last] + edge)
     return arrival
 
 
-def last_of(microbatch: int, slices: int) -> int:
-    """Return the last of those `slices` of a sequence to which this one belongs."""
-    return microbatch - microbatch % slices + slices - 1
+def last_of(microbatch: int, group: int) -> int:
+    """Return the last microbatch of its group, of so many."""
+    return microbatch - microbatch % group + group - 1
 
 
 def replay_whole(problem: Problem, orders: Orders) -> tuple[float, Ends]:

@@ -26,7 +26,7 @@ from megatron_zbpp.techniques.slices.graph import of_one_slice
 Orders = list[list[int]]  # per rank, its queue numbers in the order of their passes
 Ends = list[list[float]]  # per queue, when its microbatches end
 Inputs = tuple[tuple[int, float], ...]  # queues, and the time on the wire from there
-Awaited = tuple[tuple[int, float, int], ...]  # and of how many slices the last one is waited for
+Awaited = tuple[tuple[int, float, int], ...]  # and the size of a group whose last is waited for
 SEVERAL = -2  # instead of a queue
 OBJECTIVES = ('makespan', 'window')
 EPSILON = 1e-9  # times closer than this are equal

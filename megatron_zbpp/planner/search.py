@@ -150,7 +150,8 @@ def critical(problem: Problem, orders: Orders, ends: Ends) -> list[tuple[int, in
     queue, microbatch = orders[rank][position], m - 1
     while True:
         path.append((rank, position))
-        start = ends[queue][microbatch] - problem.times[queue][microbatch % problem.slices]
+        times = problem.times[queue]
+        start = ends[queue][microbatch] - times[microbatch % len(times)]
         if position:
             before = orders[rank][position - 1]
             count = orders[rank][:position].count(before)
@@ -161,8 +162,8 @@ def critical(problem: Problem, orders: Orders, ends: Ends) -> list[tuple[int, in
         if not awaited or start <= EPSILON:
             return path
         arrivals = [
-            (ends[need][last_of(microbatch, slices)] + edge, need, last_of(microbatch, slices))
-            for need, edge, slices in awaited
+            (ends[need][last_of(microbatch, group)] + edge, need, last_of(microbatch, group))
+            for need, edge, group in awaited
         ]
         _, queue, microbatch = max(arrivals, key=lambda each: each[0])
         rank = problem.ranks[queue]

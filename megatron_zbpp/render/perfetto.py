@@ -105,12 +105,10 @@ def _collectives(
     if not schedule.graph.collectives:
         return
     origin = min(spans[0][0] for spans in timeline.spans if spans)
+    cut = any(p.slice for _, p in schedule)
     for each in collective_spans(timeline, costs):
-        part = f'.{each.slice}' if schedule.graph.num_slices > 1 else ''
-        named = {
-            'cat': 'collective',
-            'name': f'{each.operation} {each.message} {each.microbatch}{part}',
-        }
+        unit = f'{each.microbatch}.{each.slice}' if cut else each.microbatch
+        named = {'cat': 'collective', 'name': f'{each.operation} {each.message} {unit}'}
         for rank in range(schedule.num_ranks):
             key = {'pid': first + rank, 'tid': 0, 'id': next(ids), **named}
             yield {'ph': 'b', 'ts': (each.start - origin) * _MICROSECONDS, **key}

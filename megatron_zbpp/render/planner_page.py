@@ -84,12 +84,9 @@ def planner_page(
 
 
 def families() -> tuple[Family, ...]:
-    """Return the families of the page: those whose passes are F, B and W of whole sequences."""
-    return tuple(
-        family
-        for family in own_families(every=True)
-        if not (family.moves or family.asynchronous or family.default_slices > 1)
-    )
+    """Return the families of the page: those without a technique but a second route."""
+    every = own_families(every=True)
+    return tuple(family for family in every if len(family.techniques) < family.num_routes)
 
 
 def _orders(sizes: Sizes, done: Callable[[float], None]) -> Iterator[str]:

@@ -21,6 +21,16 @@ if TYPE_CHECKING:
 
 NAMES = ('offload', 'recompute', 'evict')  # that are placed into orders
 ASKED = ('offload', 'recompute')  # of which a user asks for an amount, by an option of their name
+# Modules of the functions from graph to graph, by the names that files have.
+GRAPHS = {
+    'recompute': 'recompute',
+    'offload': 'offload',
+    'sliced': 'slices.graph',
+    'exchanging_context': 'slices.graph',
+    'split_embedding': 'vocabulary.graph',
+    'split_vocabulary': 'vocabulary.graph',
+    'updating': 'updates.versions',
+}
 # functions that put techniques without an amount into a schedule
 _ADDED = {
     'split_vocabulary': 'vocabulary.place:with_shards',
