@@ -229,11 +229,7 @@ def device() -> torch.device:
 def install(alias_sends: bool = True) -> None:
     """Make this process run Megatron-Core on CPU and gloo; again does nothing more.
 
-    Args:
-        alias_sends: also protect Megatron's own interleaved schedule: see `_aliased_isend`.
-
-    Raises:
-        RuntimeError: megatron.core was imported first, and may have asked for CUDA already.
+    `alias_sends`: also protect Megatron's own interleaved schedule, see `_aliased_isend`.
     """
     if installed():
         return

@@ -94,11 +94,8 @@ def load(path: str | Path) -> Schedule:
 def load_plan(path: str | Path) -> PlanFile:
     """Read a schedule from a file: our JSON, a plan's, or torch's CSV, told by its contents.
 
-    It is read, not checked: see `analysis.checker.check`.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it holds no schedule, or another field makes no sense; the message names it.
+    It is read, not checked: see `analysis.checker.check`. ValueError: it holds no schedule, or
+    another field makes no sense; the message names it.
     """
 
     def parse(text: str) -> PlanFile:

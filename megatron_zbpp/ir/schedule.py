@@ -272,10 +272,8 @@ class Schedule:
     def over_replicas(self, one: Placement) -> Schedule:
         """Return a two-way schedule with rank 2k + h for rank k of the replica h of a pair.
 
-        The first replica is where microbatches of route 0 come first.
-
-        Args:
-            one: the folded placement, in the order of ranks that is wanted.
+        The first replica is where microbatches of route 0 come first. `one` is the folded
+        placement, in the order of ranks that is wanted.
         """
         names: dict[int, int] = {}
         for stage, rank in enumerate(self.placement.routes[0]):

@@ -15,7 +15,7 @@ from megatron_zbpp.ir.formats import BYTES, MANY, Units, memory_of_plan
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.partitioning.bounds import Bounds
 from megatron_zbpp.partitioning.layers import Devices, Layers
-from megatron_zbpp.partitioning.search import Outcome, PartitionSearch, rank, schedule_of
+from megatron_zbpp.partitioning.search import PartitionSearch, Ranked, rank, schedule_of
 from megatron_zbpp.partitioning.space import Partition, Space, parameters_held, stage_costs
 from megatron_zbpp.partitioning.strategies import choose
 from megatron_zbpp.schedules import find
@@ -158,9 +158,9 @@ def partition(
                 'synchronous schedule, such as zb-v'
             )
     search = PartitionSearch(space, tuple(schedules), top, seconds, seed, progress)
-    found = search.find(exact)
-    made = _plan(space, found)
-    if found.interrupted:
+    found, bound = search.find(exact)
+    made = _plan(space, found, bound, search.repeats)
+    if search.interrupted:
         raise PartitionInterrupted(made)
     return made
 
@@ -178,7 +178,7 @@ def partition_by(strategy: str, space: Space) -> tuple[PartitionPlan, str]:
             'memory for a microbatch: leave --strategy out'
         )
     bound = min(found.value, Bounds(space).overall)
-    return _plan(space, Outcome(found, bound, False, False, True)), choice.estimate
+    return _plan(space, found, bound, repeats=True), choice.estimate
 
 
 def default_placements(layers: Layers, num_ranks: int) -> list[Placement]:
@@ -188,8 +188,7 @@ def default_placements(layers: Layers, num_ranks: int) -> list[Placement]:
     return [Placement.loop(num_ranks), *(more if room else [])]
 
 
-def _plan(space: Space, found: Outcome) -> PartitionPlan:
-    best = found.best
+def _plan(space: Space, best: Ranked, bound: float, repeats: bool) -> PartitionPlan:
     where = best.partition
     even, even_peak = _even(space)
     return PartitionPlan(
@@ -201,10 +200,10 @@ def _plan(space: Space, found: Outcome) -> PartitionPlan:
         parameters=parameters_held(space.layers, where),
         objective=space.objective,
         value=best.value,
-        lower_bound=found.lower_bound,
+        lower_bound=bound,
         even=even,
         even_peak=even_peak,
-        repeats=found.repeats,
+        repeats=repeats,
     )
 
 

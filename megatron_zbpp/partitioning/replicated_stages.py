@@ -5,10 +5,9 @@ level of the machine at a time. A stage of layers i..j on r replicas takes max(s
 1) x parameters / bandwidth) / r; a link between stages takes 2 x output / bandwidth. A table over
 (layers, devices left) finds the least maximum.
 
-DAPPLE (PPoPP'21, 2007.01045) plans synchronous stages, in the time of a batch. Of one plan the
-paper has a closed form around a pivot stage. Without replicas it is a bound, and off by up to a
-third from the time of 1F1B; so plans are ranked by simulating 1F1B, each link a stage of its own,
-and the closed form is there to compare.
+DAPPLE (PPoPP'21, 2007.01045) plans synchronous stages, in the time of a batch. The paper's closed
+form around a pivot stage may be off by a third from the time of 1F1B; so plans are ranked by
+simulating 1F1B, each link a stage of its own.
 """
 
 from __future__ import annotations
@@ -94,38 +93,12 @@ class Model(NamedTuple):
     parameters: Sequence[float]  # which replicas exchange, in the same unit
 
 
-def pivot_latency(stages: Sequence[Stage], num_microbatches: int) -> float:
-    """Return the paper's latency of a batch: warm-up, steady phase of the pivot, ending.
-
-    >>> pivot_latency([Stage(2, 4), Stage(2, 4)], 4)
-    30.0
-    """
-    m, pivot = num_microbatches, len(stages) - 1
-    for at in reversed(range(pivot)):
-        between = sum(s.forward + s.backward for s in stages[at + 1 : pivot])
-        if (m - 1) * _both(stages[at]) > (m - 1) * _both(stages[pivot]) + between:
-            pivot = at
-    start = sum(s.forward for s in stages[: pivot + 1])
-    steady = (m - 1) * _both(stages[pivot])
-    endings = (  # from the pivot's last backward to the end of a stage's exchange
-        own.exchange + sum(s.backward for s in stages[at : pivot + 1])
-        if at <= pivot
-        else own.exchange - sum(s.backward for s in stages[pivot + 1 : at])
-        for at, own in enumerate(stages)
-    )
-    return start + steady + max(endings)
-
-
-def _both(stage: Stage) -> float:
-    return stage.forward + stage.backward
-
-
 def latency_bound(stages: Sequence[Stage], num_microbatches: int) -> float:
     """Return a lower bound of fused schedules of these stages: max over Q of L_Q."""
     before, found = 0.0, 0.0
-    for stage in stages:
-        found = max(found, before + num_microbatches * _both(stage))
-        before += _both(stage)
+    for both in (stage.forward + stage.backward for stage in stages):
+        found = max(found, before + num_microbatches * both)
+        before += both
     return found
 
 

@@ -216,17 +216,6 @@ _EXACT_PASSES = 4 * 16 * 3 * 2  # that the exact solver is asked for without `ex
 _SECONDS = 1e6  # what "until it is proven" means
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a search."""
-
-    best: Ranked  # the best partition with its schedule's orders
-    lower_bound: float  # no allowed partition takes less
-    proven: bool  # whether no partition is better, of those that are allowed
-    interrupted: bool  # whether Ctrl-C ended it
-    repeats: bool  # whether the same inputs give the same again
-
-
 class PartitionSearch:
     """A search for the best of a space."""
 
@@ -246,6 +235,8 @@ class PartitionSearch:
         self.space = space
         self.bounds = Bounds(space)
         self.kept: list[Ranked] = []
+        self.interrupted = False  # whether Ctrl-C ended it
+        self.repeats = True  # whether the same inputs give the same again
         self._names = names
         self._plans = not (names or space.fused or space.objective == 'period')
         self._top = top
@@ -255,8 +246,8 @@ class PartitionSearch:
         self._listed = space.size <= _LISTED
         self._charge = space.num_microbatches * len(space.devices) * 30  # of a simulation, a chunk
 
-    def find(self, exact: bool = False) -> Outcome:
-        """Return the best that there is time for, or that there is."""
+    def find(self, exact: bool = False) -> tuple[Ranked, float]:
+        """Return the best that there is time for, or that there is, and a bound of all."""
         if exact and not self._listed:
             raise ValueError(
                 f'{self.space.size:.3g} partitions are too many to prove one the best, more than '
@@ -265,7 +256,6 @@ class PartitionSearch:
             )
         if exact and self._plans and not cp_sat.available():
             raise ValueError('a proof needs OR-tools: pip install ortools')
-        interrupted = False
         share = _RANKING if self._plans and not exact else 1.0
         try:
             self._rank(self._budget.split_off(share), exact)
@@ -276,12 +266,10 @@ class PartitionSearch:
         except KeyboardInterrupt:
             if not self.kept:
                 raise
-            interrupted = True
+            self.interrupted = True
+        self.repeats = not (self._budget.overran or self.interrupted)
         best = self.kept[0]
-        bound = min(best.value, self._bound(exact and not interrupted))
-        proven = bound >= best.value - EPSILON
-        repeats = not (self._budget.overran or interrupted)
-        return Outcome(best, bound, proven, interrupted, repeats)
+        return best, min(best.value, self._bound(exact and not self.interrupted))
 
     def _keep(self, found: Ranked | None) -> None:
         """Remember a partition, the best first; of one partition the best schedule."""

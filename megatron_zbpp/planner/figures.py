@@ -161,9 +161,6 @@ class Rows(list[Row]):
     def to(self, table: str) -> str:
         """Return the table of `zbpp compare` as 'text', 'md', 'csv' or 'latex'.
 
-        Raises:
-            ValueError: another format.
-
         >>> print(compare(4, 8, ['zb-v']).to('csv'))
         name,makespan,gain,idle,bubble,peak
         zb-v,25.5,22.7%,5.88%,0.00%,4

@@ -147,12 +147,9 @@ class Channels:
                 tensor.item()  # waits for the device
 
     def send(self, tensor: torch.Tensor, send: Send) -> None:
-        """Start sending `tensor`, which is held until it has left.
+        """Start sending `tensor`, which is held until it has left and must not be written to.
 
-        Args:
-            tensor: what to send; its storage must not be written to until the peer has it.
-            send: its peer, and what for. Backends that cannot tell whether a send is done (gloo)
-                hold as many tensors as may be under way.
+        Backends that cannot tell whether a send is done (gloo) hold as many as may be under way.
         """
         tensor = tensor.contiguous()
         if self._on_host and not tensor.is_cpu:
@@ -162,11 +159,7 @@ class Channels:
         self._keep(self._unfinished[send.peer], work, tensor, send)
 
     def tell(self, shape: Sequence[int], send: Send) -> None:
-        """Start sending the shape of the tensor that `send` is about to send.
-
-        Raises:
-            ValueError: it has more dimensions than any message of Megatron's.
-        """
+        """Start sending the shape of the tensor that `send` is about to send."""
         if len(shape) > _MOST_DIMENSIONS:
             raise ValueError(
                 f'{send} has the shape {tuple(shape)}: of messages whose shapes vary, '

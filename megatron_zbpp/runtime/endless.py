@@ -57,11 +57,7 @@ class EndlessTraining:
         return self.versions
 
     def next_tables(self, calls: Calls, rank: int) -> Tables:
-        """Return the tables of this call; the pipeline fills anew where forwards were dropped.
-
-        Raises:
-            ValueError: the call before had no optimizer step.
-        """
+        """Return the tables of this call; the pipeline fills anew where forwards were dropped."""
         if self._steps != self._calls:
             raise ValueError(
                 f'{self._steps} optimizer steps in {self._calls} calls: an asynchronous schedule '
@@ -111,11 +107,7 @@ class EndlessTraining:
     ) -> Result:
         """Take the step behind a call, or `begin` it; steps within it are its parts.
 
-        Returns:
-            The result of the step. If it is only begun here, of the step before, but for the first.
-
-        Raises:
-            ValueError: the call has had its step.
+        Return its result; of one that is only begun that of the step before, but for the first.
         """
         if self.stepping or self.versions is None:
             return step()

@@ -133,8 +133,7 @@ class Executor:
     def run(self) -> Record:
         """Run every instruction that is left, in order; return when this rank has done its part.
 
-        Raises:
-            ValueError: a stage made something else than the message that its neighbour awaits.
+        ValueError: a stage made something else than the message that its neighbour awaits.
         """
         if self._side is not None:
             self._side.begin(self.clock, self.record)
@@ -153,11 +152,7 @@ class Executor:
         return self.record
 
     def run_ahead(self, count: int) -> None:
-        """Run the first `count` instructions, which are forwards and what goes with them.
-
-        Raises:
-            ValueError: as `run`.
-        """
+        """Run the first `count` instructions, which are forwards and what goes with them."""
         self._run(self.program[:count])
         self._done = count
 

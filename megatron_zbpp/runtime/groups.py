@@ -23,11 +23,7 @@ def backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the backend that carries the tensors of `device`.
-
-    Raises:
-        ValueError: the group takes no such tensors.
-    """
+    """Return the backend that carries the tensors of `device`; ValueError: the group has none."""
     found = backends(group)
     if device.type not in found:
         raise ValueError(

@@ -31,13 +31,9 @@ class _Finder:
 
 
 def after_import(functions: Mapping[str, Callable[[types.ModuleType], None]]) -> Callable[[], None]:
-    """Call each function with its module when that has been imported, once.
+    """Call each function with the module of its name when that has been imported, once.
 
-    Args:
-        functions: by the module's full name; modules that are imported already are not looked at.
-
-    Returns:
-        Takes it back for those that have not been imported.
+    Modules that are imported already are not looked at. What is returned takes back the others.
     """
     finder = _Finder(functions)
     sys.meta_path.insert(0, finder)

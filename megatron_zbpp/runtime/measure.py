@@ -86,12 +86,7 @@ def _empty(group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def on_one_clock(timeline: Timeline, leads: Sequence[float]) -> Timeline:
-    """Return `timeline` by the clock of rank 0.
-
-    Args:
-        timeline: each rank's spans by its own clock.
-        leads: by rank: of its clock, ahead of the previous rank's.
-    """
+    """Return `timeline` by the clock of rank 0; `leads`: each clock's, ahead of the rank before."""
     return causal(_later(timeline, [-ahead for ahead in accumulate(leads)]))
 
 
@@ -136,11 +131,7 @@ class Measurement:
 
     @classmethod
     def from_json(cls, text: str) -> Measurement:
-        """Return the measurement that `to_json` wrote.
-
-        Raises:
-            ValueError: `text` is not one; the message names the field.
-        """
+        """Return the measurement that `to_json` wrote; ValueError names a field that is wrong."""
         data: Any = strict_json.loads(text)
         strict_json.require(data, _FIELDS)
         schedule = Schedule.from_object(data['schedule'])
@@ -171,24 +162,15 @@ class RankTiming(NamedTuple):
 
 @dataclass(frozen=True)
 class Figures:
-    """One or more iterations of a pipeline, in what a line of a log tells of them.
+    """One or more iterations of a pipeline, in what a line of a log tells of them."""
 
-    Attributes:
-        bubble: share of the longest window in which even the busiest rank idles; the mean.
-        idle: share of all ranks' time in the longest window that no pass takes: what is lost; the
-            mean.
-        live: most that any rank held, in activations of one microbatch on a full rank.
-        iterations: how many they are of.
-        early_steps: optimizer steps that were taken before all ranks had agreed; None: none can be.
-        taken_back: how many of them did not stand.
-    """
-
-    bubble: float
-    idle: float
-    live: float
-    iterations: int = 1
+    bubble: float  # share of the longest window in which even the busiest rank idles; the mean
+    idle: float  # share of all ranks' time in the longest window that no pass takes; the mean
+    live: float  # most that any rank held, in activations of one microbatch on a full rank
+    iterations: int = 1  # how many they are of
+    # optimizer steps that were taken before all ranks had agreed; None: none can be
     early_steps: int | None = None
-    taken_back: int = 0
+    taken_back: int = 0  # how many of them did not stand
 
     @classmethod
     def of(cls, extents: Iterable[Sequence[RankTiming]]) -> Figures:
@@ -317,10 +299,7 @@ class Interval:
         """Return the mean since this was last asked; None: no iteration has ended since.
 
         A collective of the pipeline, which all its ranks must ask for after the same iteration.
-
-        Args:
-            early: how many optimizer steps this rank took early so far, and how many of them were
-                taken back; None: none can be.
+        `early`: optimizer steps that this rank took early so far, and those that were taken back.
         """
         if self.latest is None or not self._due:
             return None

@@ -81,11 +81,7 @@ class FixedShape:
         self._expected = expected  # returns what an instruction carries
 
     def checked(self, output: object, instruction: Send | Hand) -> Tensors:
-        """Return `output`, which goes to another stage, if it is a message.
-
-        Raises:
-            ValueError: it is another tensor, or none.
-        """
+        """Return `output`, which goes to another stage; ValueError: it is no such message."""
         expected = self._expected(instruction)
         if not isinstance(expected, tuple):
             if _fits(output, expected):

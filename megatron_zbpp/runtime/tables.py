@@ -39,11 +39,8 @@ def whole(passes: Sequence[Pass], split: Collection[Pass] = ()) -> set[Key]:
     A pass that does both B and W saves what a split costs: with it, communication in B hides behind
     weight gradients, and nothing is gathered twice. Not so where gradients of its stage that come
     with B are complete after another pass than those that come with W: hooks of
-    DistributedDataParallel would hear of the one or the other too early.
-
-    Args:
-        passes: of a rank.
-        split: passes whose microbatches are not to be run whole.
+    DistributedDataParallel would hear of the one or the other too early. Microbatches of the passes
+    of `split` are not to be run whole.
     """
     last_backwards, last_weights = last(passes, B), last(passes, W)
     kept = set(map(key_of, split))
@@ -95,10 +92,8 @@ class Tables:
     def split(self, together: bool, left_out: bool) -> frozenset[Key]:
         """Return the backwards that leave their weight gradients to a W.
 
-        Args:
-            together: whether passes that the program joins run as one. Of such the one asks the
-                store whether to defer and the other does, so they all do.
-            left_out: whether W passes leave weight gradients out.
+        Where passes that the program joins run as one (`together`), the one asks the store whether
+        to defer and the other does, so they all do. `left_out`: Ws leave weight gradients out.
         """
         if not self.splits:
             return frozenset()
@@ -110,15 +105,10 @@ class Tables:
         return self._splits[together, left_out]
 
     def reject_unsupported(self, moves: bool, collectives: bool, own: Collection[str]) -> None:
-        """Raise unless each pass has an action that understands its messages.
+        """Raise NotImplementedError unless each pass has an action that understands its messages.
 
-        Args:
-            moves: whether the executor moves activations.
-            collectives: whether it has a group for them.
-            own: kinds of passes that have actions of a technique's.
-
-        Raises:
-            NotImplementedError: names the pass, or the collective.
+        The executor `moves` activations or not, and has a group for `collectives` or none; `own`
+        are kinds of passes that have actions of a technique's.
         """
         run = (*_BUILT_IN, *(_MOVES if moves else ()), *own)
         for p in {p.kind: p for p in self.passes}.values():

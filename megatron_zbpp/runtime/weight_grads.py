@@ -42,8 +42,7 @@ class Deferred:
     def drop(self, dropped: DroppedGradient | None) -> None:
         """Compute nothing: no gradient reaches the parameters, though their hooks are called.
 
-        Args:
-            dropped: makes what hooks get in place of each gradient; None: an undefined one.
+        `dropped` makes what hooks get in place of each gradient; None: an undefined one.
         """
         self.held = self.start = None
         parameters, fused = self.parameters, self.fused
@@ -119,11 +118,7 @@ class WeightGradStore:
         start: Callable[[], None] | None = None,
         fused: Collection[int] = (),
     ) -> None:
-        """Keep the weight gradients that a layer's backward defers; arguments as of `Deferred`.
-
-        Raises:
-            NotImplementedError: that backward runs inside a forward: no W would follow.
-        """
+        """Keep the weight gradients that a layer's backward defers; arguments as of `Deferred`."""
         key = self._key
         assert key is not None, 'only a pass that leaves them to W is to ask for it'
         if key not in self._pending:

@@ -72,11 +72,7 @@ def placed_in_turn(techniques: Iterable[Technique]) -> list[Technique]:
 
 
 def register(technique: Technique) -> Technique:
-    """Enter a technique of one's own, so that it is found by its name; return it.
-
-    Raises:
-        ValueError: the name is one of the library's, or not that of its graph.
-    """
+    """Enter a technique of one's own, so that it is found by its name; return it."""
     if technique.name in NAMES:
         raise ValueError(f'technique {technique.name!r} is one of the library: choose another name')
     if technique.name != technique.graph.__name__:

@@ -34,7 +34,7 @@ def test_a_refusal_names_the_cure_and_is_forgotten():
     store, received, loss = leaving(said.append)
     with device.refusing(2):
         store.begin_out((0, 0, 0))
-    store.leave((0, 0, 0))
+    store.bundles[0, 0, 0].leave()
     assert not store.away
     with store.during_backward((0, 0, 0)):
         loss.backward()
@@ -52,11 +52,11 @@ def test_memory_is_unlocked_before_it_is_freed(sound):
     with device.recording() as order, nullcontext() if sound else at_once:
         store, received, loss = leaving()
         store.begin_out((0, 0, 0))
-        store.leave((0, 0, 0))
+        store.bundles[0, 0, 0].leave()
         assert store.away and not device.look(order).waits
         (nbytes,) = order.locked.values()
         assert nbytes >= received.nbytes
-        store.begin_back((0, 0, 0))
+        store.bundles[0, 0, 0].begin_back()
         with store.during_backward((0, 0, 0)):
             loss.backward()
         assert device.look(order).locked, 'it is for what leaves next'

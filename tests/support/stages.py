@@ -186,7 +186,7 @@ class Pipeline:
 
     def _require_nothing_left(self):
         store = self.activations
-        assert store is None or not (store.away or store.kept or store._bundles)
+        assert store is None or not (store.away or store.kept or store.bundles)
 
     @property
     def made(self):

@@ -109,8 +109,7 @@ class SavedActivations:
         if isinstance(packed, torch.Tensor):
             return packed
         if self._arriving:
-            self._copies.wait(self._mark)
-            self._arriving = False
+            self.arrived()
         piece, dtype, offset, size, stride = packed
         assert piece.storage is not None, 'its load comes before its backward'
         tensor = torch.empty(0, dtype=dtype, device=self._copies.device)
@@ -123,11 +122,7 @@ class SavedActivations:
             self._piece(storage).lasting = True
 
     def begin_out(self) -> None:
-        """Begin to copy what may go.
-
-        Raises:
-            PinningError: there is no room on the host; everything stays.
-        """
+        """Begin to copy what may go; PinningError: the host has no room, and everything stays."""
         self._going = [piece for piece in self._pieces.values() if self._may_go(piece)]
         storages = [piece.storage for piece in self._going if piece.storage is not None]
         try:

@@ -41,7 +41,10 @@ class Engine:
         self.device = device  # whose memory is freed
 
     def out(self, storages: Sequence[torch.UntypedStorage]) -> tuple[Any, Any]:
-        """Begin to move storages away; return the copy, and a mark of its end."""
+        """Begin to move storages away; return the copy, and a mark of its end.
+
+        PinningError: the host has no room for them.
+        """
         raise NotImplementedError
 
     def back(self, left: Any, storages: Sequence[torch.UntypedStorage], /) -> Any:
@@ -76,14 +79,7 @@ class Copies(Engine):
         self._slabs = Slabs()
 
     def out(self, storages: Sequence[torch.UntypedStorage]) -> tuple[torch.Tensor, object]:
-        """Begin to copy `storages`, as they are after all that runs by now, into one slab.
-
-        Returns:
-            the slab, and what tells when it has been written.
-
-        Raises:
-            PinningError: there is no room on the host.
-        """
+        """Begin to copy storages, as they are after all that runs by now, into one slab."""
         slab = self._slabs.take(sum(map(_room, storages)), self._new)
         written = self._written[slab.data_ptr()] = self._begin_copy(
             True, self._read.pop(slab.data_ptr(), None), slab, storages
@@ -91,11 +87,7 @@ class Copies(Engine):
         return slab, written
 
     def back(self, slab: torch.Tensor, storages: Sequence[torch.UntypedStorage]) -> object:
-        """Begin to copy `slab` into `storages`, which are just allocated; it is free behind that.
-
-        Returns:
-            what tells when they have been written.
-        """
+        """Begin to copy `slab` into `storages`, just allocated; the slab is free behind that."""
         read = self._read[slab.data_ptr()] = self._begin_copy(
             False, self._written.pop(slab.data_ptr(), None), slab, storages
         )

@@ -33,10 +33,7 @@ class Room(NamedTuple):
 def room(root: Path = Path('/')) -> Room | None:
     """Return the least of what the machine and each control group of this process have left.
 
-    Page cache counts as free: it is given back where memory is short.
-
-    Returns:
-        None where nothing tells: not on Linux.
+    Page cache counts as free: it is given back where memory is short. None: not on Linux.
     """
     return min((*_of_machine(root), *_of_groups(root)), default=None)
 
@@ -111,11 +108,7 @@ class Slabs:
         return self._free[-1].numel() if self._free else 0
 
     def take(self, nbytes: int, new: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """Return a slab of `nbytes` or more; `new` makes one where none that is free fits.
-
-        Raises:
-            PinningError: there is no room on the host.
-        """
+        """Return a slab of `nbytes` or more; `new` makes one where none that is free fits."""
         at = bisect_left(self._free, nbytes, key=torch.Tensor.numel)
         if at < len(self._free) and self._free[at].numel() <= 2 * nbytes:
             return self._free.pop(at)
@@ -138,11 +131,7 @@ class Slabs:
 
 
 def require_room(nbytes: int) -> None:
-    """Raise where the host would end a process of this job, which has no error for that.
-
-    Raises:
-        PinningError: there is not as much memory, and something to spare.
-    """
+    """Raise PinningError where the host would end a process of this job: without an error."""
     left = room()
     if left is not None and nbytes > _SPARED * left.nbytes:
         raise PinningError(
@@ -154,10 +143,7 @@ def require_room(nbytes: int) -> None:
 def locked(nbytes: int, device: torch.device, streams: Sequence[Any]) -> torch.Tensor:
     """Return page-locked memory of just this size; torch's own allocator rounds it up a lot.
 
-    It has its pages for itself, since none can be locked twice.
-
-    Raises:
-        PinningError: the driver refuses.
+    It has its pages for itself, since none can be locked twice. PinningError: the driver refuses.
     """
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     slab = torch.frombuffer(mmap.mmap(-1, nbytes, flags=private), dtype=torch.uint8)

@@ -45,14 +45,14 @@ class ActivationStore:
         self._shared: Sequence[Set[int]] = ()
         self._latest: dict[int, dict[int, Bytes]] = {}  # by stage and slice
         self._parameters: dict[tuple, torch.Tensor] = {}
-        self._bundles: dict[Key, SavedActivations] = {}
+        self.bundles: dict[Key, SavedActivations] = {}
         self._said = False
         self._told = False
 
     @property
     def away(self) -> frozenset[Key]:
         """The keys of bundles that are not on the device."""
-        return frozenset(key for key, bundle in self._bundles.items() if bundle.away)
+        return frozenset(key for key, bundle in self.bundles.items() if bundle.away)
 
     @property
     def bytes(self) -> dict[int, Bytes]:
@@ -79,11 +79,8 @@ class ActivationStore:
         """Let these stay, and be seen as themselves by the backwards of what leaves.
 
         Quantized ones have no memory of their own: some tell another place whenever they are asked,
-        which may be that of an activation later. Their parts stay since they hold them.
-
-        Args:
-            parameters: of the model.
-            shared: addresses of storages that several passes save, which change while passes run.
+        which may be that of an activation later. Their parts stay since they hold them. `shared`
+        has addresses of storages that several passes save, which change while passes run.
         """
         self._shared = shared
         found: list[Any] = list(parameters)
@@ -108,18 +105,15 @@ class ActivationStore:
     def packing(
         self, key: Key, received: torch.Tensor | None = None, partner: int | None = None
     ) -> Iterator[None]:
-        """Enter the forward of a pass that leaves.
+        """Enter the forward of a pass that leaves, to a partner or the host.
 
-        Args:
-            key: of the pass.
-            received: the stage's input, whose memory goes, too; its holder keeps it until B.
-            partner: who keeps it; None: the host.
+        The memory of `received`, the stage's input, goes too; its holder keeps it until B.
         """
         engine: Engine = self._copies
         if partner is not None:
             assert self._channels is not None, 'programs for partners come with channels to them'
             engine = Partner(self._copies.device, self._channels, partner)
-        bundle = self._bundles[key] = SavedActivations(
+        bundle = self.bundles[key] = SavedActivations(
             engine, self._staying, self._small, self._shared
         )
         if received is not None:
@@ -129,7 +123,7 @@ class ActivationStore:
 
     def begin_out(self, key: Key) -> None:
         """Begin to copy it out; where the host has no room it stays, which is said once."""
-        bundle = self._bundles[key]
+        bundle = self.bundles[key]
         try:
             bundle.begin_out()
         except PinningError as error:
@@ -139,29 +133,16 @@ class ActivationStore:
         stage, _, part = key
         self._latest.setdefault(stage, {})[part] = bundle.bytes
 
-    def leave(self, key: Key) -> None:
-        """Free it on the device."""
-        self._bundles[key].leave()
-
-    def begin_back(self, key: Key) -> None:
-        """Begin to copy it back."""
-        self._bundles[key].begin_back()
-
-    def arrived(self, key: Key) -> None:
-        """Let later passes wait until the bundle is back."""
-        if key in self._bundles:
-            self._bundles[key].arrived()
-
     @contextmanager
     def during_backward(self, key: Key) -> Iterator[None]:
         """Enter the backward of a pass, which needs it; forget it then."""
-        bundle = self._bundles.get(key)
+        bundle = self.bundles.get(key)
         if bundle is None:
             yield
             return
         with compat.saved_parameters(self._parameters):
             yield
-        self._bundles.pop(key).drop()
+        self.bundles.pop(key).drop()
 
     def finish(self) -> None:
         """Wait until all that goes by channels has left; give back what the host needs no more."""
@@ -172,14 +153,14 @@ class ActivationStore:
 
     def clear(self) -> None:
         """Forget everything: after an error, so that no activation outlives its iteration."""
-        while self._bundles:
-            self._bundles.popitem()[1].drop()
+        while self.bundles:
+            self.bundles.popitem()[1].drop()
         if self.keeping is not None:
             self.keeping.clear()
 
     def drop(self) -> None:
         """Forget everything once all that was sent has come: forwards run ahead for nothing."""
-        for bundle in self._bundles.values():
+        for bundle in self.bundles.values():
             bundle.settle()
         if self.keeping is not None and self._channels is not None:
             self.keeping.drop()
@@ -202,7 +183,7 @@ class ActivationTransfers:
         # of each kind of pass that moves something
         self.actions: dict[str, Callable[[Pass, object], None]] = {
             OUT: self._leave,
-            BACK: lambda p, _: store.begin_back(key_of(p)),
+            BACK: lambda p, _: store.bundles[key_of(p)].begin_back(),
             SENT: self._leave,
             FETCHED: lambda p, _: None,  # the receive in front of it has taken the memory
         }
@@ -222,7 +203,8 @@ class ActivationTransfers:
     def wait_until_loaded(self, key: Key) -> None:
         """Let later passes wait until the saved activations of a pass are back."""
         self.waits = self._fetched.get(key)
-        self.store.arrived(key)
+        if key in self.store.bundles:
+            self.store.bundles[key].arrived()
         self.waits = None
 
     def begin(self, instruction: Begin) -> None:
@@ -235,7 +217,7 @@ class ActivationTransfers:
         if i == self._sent.get(key):
             self.store.begin_out(key)
         elif i == self._fetched.get(key):
-            self.store.begin_back(key)
+            self.store.bundles[key].begin_back()
         else:
             keeping = self.store.keeping
             assert keeping is not None, 'programs for partners come with channels to them'
@@ -248,5 +230,5 @@ class ActivationTransfers:
 
     def _leave(self, p: Pass, _: object) -> None:
         self.waits = self._sent.get(key_of(p))
-        self.store.leave(key_of(p))
+        self.store.bundles[key_of(p)].leave()
         self.waits = None

@@ -34,11 +34,7 @@ class Unwatched:
 
 
 def watchdog_for(timeout: float, pause_timeout: float | None = None) -> Unwatched:
-    """Return the watchdog of this process; arguments as of `Watchdog`, no `timeout` for none.
-
-    Raises:
-        ValueError: one of them is negative.
-    """
+    """Return the watchdog of this process; arguments as of `Watchdog`, no `timeout` for none."""
     if not timeout:
         return Unwatched()
     from megatron_zbpp.runtime.guard.watchdog import Watchdog

@@ -66,25 +66,14 @@ def gather(settings: Mapping[str, object], group: dist.ProcessGroup) -> dict[int
 
 
 def reasons(own: str | None) -> list[str]:
-    """Return the reasons that ranks have for not doing something: a collective of all.
-
-    Args:
-        own: of this rank; None: it has none.
-    """
+    """Return the reasons that ranks have for not doing something, `own` too: a collective."""
     found: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
     return sorted(filter(None, set(found)))
 
 
 def compare(settings: Mapping[int, Mapping[str, str]]) -> None:
-    """Raise unless all ranks have the same settings.
-
-    Args:
-        settings: of each rank.
-
-    Raises:
-        DisagreementError: they have not.
-    """
+    """Raise DisagreementError unless all ranks, by their numbers, have the same settings."""
     names = dict.fromkeys(name for own in settings.values() for name in own)
     lines = []
     for name in names:
@@ -101,11 +90,7 @@ def compare(settings: Mapping[int, Mapping[str, str]]) -> None:
 
 
 def agree(settings: Mapping[str, object], group: dist.ProcessGroup) -> None:
-    """Raise unless all ranks of `group` have the same settings: a collective.
-
-    Raises:
-        DisagreementError: they have not; on all of them.
-    """
+    """Raise DisagreementError, on all ranks of `group`, unless their settings are the same."""
     compare(gather(settings, group))
 
 

@@ -62,12 +62,9 @@ def find_culprit(
 ) -> str:
     """Return one line: the rank at fault, and the ranks that wait for each other.
 
-    Args:
-        rank: that asks: the search follows what it waits for, and what those wait for.
-        said: the latest statement of each global rank that has made one.
-        answering: ranks that have spoken since they were asked: they live.
-        stalled: seconds that `rank` has waited: who stands still for as long, and waits for nobody,
-            is to blame. Infinite where a rank is known to have died: others that live are not.
+    The search follows what `rank` waits for, by the latest statements, and what those wait for.
+    Ranks that are `answering` live. Who stands still for the `stalled` seconds that `rank` has
+    waited, and waits for nobody, is to blame; infinite: a rank is known to have died.
     """
 
     def fault_of(one: int) -> str:

@@ -179,18 +179,16 @@ class _Watch(NamedTuple):
 class Watchdog(Unwatched):
     """Watches one process.
 
-    Args:
-        timeout: seconds without a step forward after which the process is ended (an eighth more at
-            most). Choose several times what an iteration takes: a rank that waits for others makes
-            no step meanwhile.
-        pause_timeout: the same for a pause between what is watched; 0: any time; None: ten
-            timeouts, and not less than ten minutes.
-
-    Raises:
-        ValueError: one of them is negative.
+    Choose as `timeout` several times what an iteration takes: a rank that waits for others makes no
+    step forward meanwhile.
     """
 
-    def __init__(self, timeout: float, pause_timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        timeout: float,  # seconds without a step forward, an eighth more at most, to the end
+        # the same for a pause; 0: any time; None: ten timeouts, and not less than ten minutes
+        pause_timeout: float | None = None,
+    ) -> None:
         if timeout < 0:
             raise ValueError(f'watchdog timeout {timeout} is negative: give seconds, or 0 for none')
         if pause_timeout is None:

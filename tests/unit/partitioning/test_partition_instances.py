@@ -163,7 +163,7 @@ def test_the_bound_is_below_everything(seed):
         assert bounds.overall <= min(bound for bound, _ in found) + 1e-9
         assert all(bound <= ranked.value + 1e-9 for bound, ranked in found)
         best = min(ranked.value for _, ranked in found)
-        assert PartitionSearch(space, seconds=2).find().best.value <= best + 1e-9
+        assert PartitionSearch(space, seconds=2).find()[0].value <= best + 1e-9
 
 
 def test_many_partitions_are_climbed():

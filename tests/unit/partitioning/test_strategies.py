@@ -16,7 +16,6 @@ from megatron_zbpp.partitioning.replicated_stages import (
     dapple,
     latency_bound,
     pipedream,
-    pivot_latency,
     simulated_latency,
 )
 from megatron_zbpp.partitioning.strategies import choices, min_cut_order, pipe_torch, two_bw
@@ -63,14 +62,13 @@ def test_dapple_has_links_as_stages(output, value):
 
 
 @pytest.mark.parametrize('seed', range(20))
-def test_the_pivot_is_an_estimate_and_its_maximum_a_bound(seed):
+def test_no_schedule_is_below_the_bound(seed):
     rng = random.Random(seed)
     stages = [Stage(rng.randint(1, 9), rng.randint(1, 18)) for _ in range(4)]
     bound, taken = latency_bound(stages, 6), simulated_latency(stages, 6)
     assert bound <= taken
-    assert 0.7 * taken <= pivot_latency(stages, 6) <= bound + 1e-9
     alike = [Stage(2, 4)] * 4
-    assert pivot_latency(alike, 6) == latency_bound(alike, 6) == simulated_latency(alike, 6)
+    assert latency_bound(alike, 6) == simulated_latency(alike, 6)
 
 
 def test_pipe_torch_orders_devices():
