@@ -241,11 +241,33 @@ def read_times(
     if kinds == {list}:
         if layout is None:
             raise ValueError(f'{source}: {_NO_LAYOUT}')
-        own = [each for file in found if isinstance(file, list) for each in file]
-        return from_recordings(own, layout, weight_share)
+        every = [each for file in found if isinstance(file, list) for each in file]
+        return from_recordings(every, layout, weight_share)
     if len(found) > 1:
         raise ValueError(f'{source}: give one folder or file of stages, the times of one run')
-    return _of_stages(paths[0], found[0], layout, weight_share, require)
+    path, data = paths[0], found[0]
+    assert isinstance(data, dict), 'the object of a file of stages'
+    own = data.get('layout')
+    known = layout or own
+    if not isinstance(known, str):
+        raise ValueError(f'{path}: {_NO_LAYOUT} (a trace of this release says so itself)')
+    if own not in (None, known):
+        raise ValueError(f'--layout {layout}, but {path} has {own!r}: leave it out')
+    try:
+        costs = Costs.from_json(json.dumps(data))
+        require(costs)
+    except ValueError as error:
+        raise ValueError(f'{path}: {error}') from error
+    routes = tuple(tuple(route) for route in data.get(ROUTES, ()))
+    if any(costs.times['W']):
+        if weight_share is not None:
+            raise ValueError('--weight-share, but W was measured apart from B: leave it out')
+        return Measured(known, costs, routes=routes)
+    times = {
+        (kind, stage): time for kind in ('F', 'B') for stage, time in enumerate(costs.times[kind])
+    }
+    apart, notes = divided(times, costs.num_stages, weight_share)
+    return Measured(known, costs.with_times(**apart.times), tuple(notes), routes=routes)
 
 
 def _read(path: Path) -> str | list[Recording] | dict[str, Any]:
@@ -304,33 +326,3 @@ def _of_json(path: Path, text: str) -> list[Recording] | dict[str, Any]:
         return read
     what = strict_json.other_kind(data, 'it is JSON of another kind')
     raise ValueError(f'{path}: {what}: give {_KNOWN}')
-
-
-def _of_stages(
-    path: str,
-    data: Any,
-    layout: str | None,
-    weight_share: float | None,
-    require: Callable[[Costs], None],
-) -> Measured:
-    own = data.get('layout')
-    known = layout or own
-    if not isinstance(known, str):
-        raise ValueError(f'{path}: {_NO_LAYOUT} (a trace of this release says so itself)')
-    if own not in (None, known):
-        raise ValueError(f'--layout {layout}, but {path} has {own!r}: leave it out')
-    try:
-        costs = Costs.from_json(json.dumps(data))
-        require(costs)
-    except ValueError as error:
-        raise ValueError(f'{path}: {error}') from error
-    routes = tuple(tuple(route) for route in data.get(ROUTES, ()))
-    if any(costs.times['W']):
-        if weight_share is not None:
-            raise ValueError('--weight-share, but W was measured apart from B: leave it out')
-        return Measured(known, costs, routes=routes)
-    times = {
-        (kind, stage): time for kind in ('F', 'B') for stage, time in enumerate(costs.times[kind])
-    }
-    apart, notes = divided(times, costs.num_stages, weight_share)
-    return Measured(known, costs.with_times(**apart.times), tuple(notes), routes=routes)

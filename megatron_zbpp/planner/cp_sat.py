@@ -343,9 +343,10 @@ class _Model:
                         self._precede(after, before, first.negated())
 
     def _precede(self, before: tuple[int, int], after: tuple[int, int], condition: Any) -> None:
-        start = self.starts[after[0]][after[1]]
-        constraint = self.model.add(self._end(*before) <= start)
-        constraint.only_enforce_if(condition)  # pyright: ignore[reportUnknownMemberType]
+        self._if(self._end(*before) <= self.starts[after[0]][after[1]], condition)
+
+    def _if(self, constraint: Any, condition: Any) -> None:
+        self.model.add(constraint).only_enforce_if(condition)  # pyright: ignore[reportUnknownMemberType]
 
 
 class _Copies(NamedTuple):
@@ -419,9 +420,6 @@ class _OffloadModel(_Model):
             model.new_optional_fixed_size_interval_var(begin, back, moves, ''),
         )
         return _Copies(moves, free, taken, engine)
-
-    def _if(self, constraint: Any, condition: Any) -> None:
-        self.model.add(constraint).only_enforce_if(condition)  # pyright: ignore[reportUnknownMemberType]
 
     def _computing(self, rank: int) -> list[cp_model.IntervalVar]:
         taken = [

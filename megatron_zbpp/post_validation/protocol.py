@@ -216,12 +216,25 @@ class PostValidation:
         """Take one step; return the result of the optimizer's own step."""
         self._tell()
         self.agreed = self.policy.engaged
-        if self.policy.engaged:
-            outcome = self._step(optimizer_step, reduction, next_iteration)
-        else:
+        if not self.policy.engaged:
             with self._collective(STEP):
                 outcome = optimizer_step.synchronous()
             self.policy.after(outcome.clean)
+            return outcome.result
+        with self._collective(f'{STEP}: the state of the ranks before'):
+            own = optimizer_step.begin(next_iteration.possible())
+            prefix = reduction.extend(own, optimizer_step.clip_grad)
+        goes_ahead = prefix.ahead > reduction.place
+        tried = goes_ahead and not reduction.last  # which soon knows everything
+        if tried:
+            optimizer_step.try_step()
+        next_iteration.run(prefix.ahead)
+        with self._collective(f'{STEP}: the state of all ranks'):
+            outcome = optimizer_step.finish()
+        next_iteration.settle(outcome.clean)
+        self.early += tried
+        self.taken_back += tried and not outcome.clean
+        self.policy.after(outcome.clean, early=prefix.ahead > 0)  # the first rank's: known to all
         return outcome.result
 
     def after_iteration(self, redone: bool, prefilled: bool = False) -> None:
@@ -259,25 +272,3 @@ class PostValidation:
                 f'{self.policy.window} early steps were taken back. It begins again after '
                 f'{self.policy.clean_steps} clean ones'
             )
-
-    def _step(
-        self,
-        optimizer_step: OptimizerStep,
-        reduction: PartialReduction,
-        next_iteration: NextIteration,
-    ) -> Outcome:
-        with self._collective(f'{STEP}: the state of the ranks before'):
-            own = optimizer_step.begin(next_iteration.possible())
-            prefix = reduction.extend(own, optimizer_step.clip_grad)
-        goes_ahead = prefix.ahead > reduction.place
-        tried = goes_ahead and not reduction.last  # which soon knows everything
-        if tried:
-            optimizer_step.try_step()
-        next_iteration.run(prefix.ahead)
-        with self._collective(f'{STEP}: the state of all ranks'):
-            outcome = optimizer_step.finish()
-        next_iteration.settle(outcome.clean)
-        self.early += tried
-        self.taken_back += tried and not outcome.clean
-        self.policy.after(outcome.clean, early=prefix.ahead > 0)  # the first rank's: known to all
-        return outcome

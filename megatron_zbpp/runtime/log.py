@@ -27,17 +27,13 @@ def _on_first_rank(_: logging.LogRecord) -> bool:
     return int(os.environ.get('RANK', 0)) == 0
 
 
-def _configure() -> None:
-    """Give the loggers level and handler, where the program has not."""
-    job_log.addFilter(_on_first_rank)
-    level = os.environ.get(LEVEL, '')
-    try:
-        rank_log.setLevel(level.upper() or rank_log.level or logging.INFO)
-    except ValueError:
-        raise ValueError(f'{LEVEL} is {level!r}: give INFO, WARNING, ERROR or CRITICAL') from None
-    if not rank_log.handlers:
-        rank_log.addHandler(_Stderr())
-        rank_log.propagate = False  # to Megatron's handler, which does not say whose messages are
-
-
-_configure()
+# Level and handler, where the program has given none.
+job_log.addFilter(_on_first_rank)
+_level = os.environ.get(LEVEL, '')
+try:
+    rank_log.setLevel(_level.upper() or rank_log.level or logging.INFO)
+except ValueError:
+    raise ValueError(f'{LEVEL} is {_level!r}: give INFO, WARNING, ERROR or CRITICAL') from None
+if not rank_log.handlers:
+    rank_log.addHandler(_Stderr())
+    rank_log.propagate = False  # to Megatron's handler, which does not say whose messages are

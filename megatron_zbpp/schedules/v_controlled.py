@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from megatron_zbpp.ir import BW, B, F, Pass, Phase, Placement, Schedule
 from megatron_zbpp.schedules.construct.building_blocks import (
-    Slots,
     orders,
     repeat,
     tighten,
@@ -93,21 +92,16 @@ def _controlled(
     """Return the block repeated, its ends tightened within the peak, and Ws put in the gaps."""
     placement = Placement.v(num_ranks)
     slots = with_weights(repeat(block, _INTERVAL, num_microbatches), placement)
-    drafts = [_draft(placement, slots, num_microbatches, peak, steady) for steady in (False, True)]
-    return min(drafts, key=lambda draft: (draft.window, draft.makespan)).schedule(name)
-
-
-def _draft(
-    placement: Placement, slots: Slots, num_microbatches: int, peak: int, steady: bool
-) -> Draft:
-    """Return warm-up (and maybe steady state) tightened with Ws in place, cool-down without."""
     limit = 2 * peak  # in activations of one stage, two a rank
-    stop = None if steady else slots[Pass(B, 0, 0)]
-    slots = tighten(slots, placement, limit, stop=stop)
-    last = slots[Pass(F, 0, num_microbatches - 1)]
-    slots = tighten(without_weights(slots), placement, limit, start=last + 1)
-    lanes = [[order] for order in orders(slots, placement)]
-    return list_schedule(placement, num_microbatches, lanes, memory_limit=peak)
+    drafts: list[Draft] = []
+    # warm-up, and then the steady state, too, tightened with Ws in place, cool-down without
+    for stop in (slots[Pass(B, 0, 0)], None):
+        tight = tighten(slots, placement, limit, stop=stop)
+        last = tight[Pass(F, 0, num_microbatches - 1)]
+        tight = tighten(without_weights(tight), placement, limit, start=last + 1)
+        lanes = [[order] for order in orders(tight, placement)]
+        drafts.append(list_schedule(placement, num_microbatches, lanes, memory_limit=peak))
+    return min(drafts, key=lambda draft: (draft.window, draft.makespan)).schedule(name)
 
 
 def v_1f1b(num_ranks: int, num_microbatches: int) -> Schedule:
