@@ -21,18 +21,21 @@ from megatron_zbpp.planner.limits import Bytes
 from megatron_zbpp.schedules import find
 
 _SEARCHED = ('tp', 'ep', 'dp', 'micro_batch')  # of a shape, what a setup says
-_HELD = {
-    'pp': 'pipeline-parallel ranks',
-    'tp': 'tensor-parallel ranks',
-    'chunks': 'model chunks of a pipeline rank',
-    'ep': 'expert-parallel ranks',
-    'micro_batch': 'samples of a microbatch',
-}
 RATES = """
     --tflops N  positive  TFLOP/s that a matrix product reaches: for the predicted time of an
         iteration
     --bandwidth N  positive  GB/s of a GPU's memory; default: what is no product takes no time
     --vocab N  count  entries of the vocabulary, where the line does not say: for memory in GiB
+"""
+_HELD = """
+    --pp N  count as held_pp  pipeline-parallel ranks, of all setups; default: the fastest
+    --tp N  count as held_tp  tensor-parallel ranks, of all setups; default: the fastest
+    --vpp N  count as held_chunks  model chunks of a pipeline rank, of all setups; default: the
+        fastest
+    --ep N  count as held_ep  expert-parallel ranks, of all setups; default: the fastest
+    --micro-batch N  count as held_micro_batch  samples of a microbatch, of all setups; default: the
+        fastest
+    --cp N  count  with --model: context-parallel ranks
 """
 LINKS = f"""
     --gpus-per-node N  count = {JOB_SIZES['gpus_per_node']}  GPUs of a node; default 8
@@ -52,10 +55,6 @@ _MACHINE = ('gpus', 'memory', 'reserve', *_OF_LINKS)  # fields of `Job`
 
 def add_advise(command: ArgumentParser) -> None:
     """Add the arguments of `zbpp advise`."""
-    held = '\n'.join(
-        f'{HELD[name]} N  count as held_{name}  {text}, of all setups; default: the fastest'
-        for name, text in _HELD.items()
-    )
     add_options(
         command,
         """
@@ -73,9 +72,7 @@ def add_advise(command: ArgumentParser) -> None:
             'give bytes such as 80GiB',
         ),
     )
-    add_options(command, held)
-    add_options(command, '--cp N  count  with --model: context-parallel ranks')
-    add_options(command, LINKS)
+    add_options(command, _HELD + LINKS)
     add_options(
         command,
         f"""

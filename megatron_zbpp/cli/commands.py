@@ -126,7 +126,12 @@ def simulate_case(request: CaseRequest, against: str, as_json: bool) -> None:
     each = enumerate(zip(*columns.values(), strict=True))
     rows = [(rank, *map(number, cells)) for rank, cells in each]
     heads = ['rank', *columns]
-    printing.print_table(*printing.with_layers(request.file, case.schedule, heads, rows))
+    layout = formats.load_plan(request.file).layout if request.file else None
+    if layout is not None:
+        held, placement = layout.split('|'), case.schedule.placement
+        heads.append('layers')
+        rows = [(*row, ' '.join(held[s] for s in placement.stages(row[0]))) for row in rows]
+    printing.print_table(heads, rows)
     printing.print_reversed(case.schedule.placement)
 
 

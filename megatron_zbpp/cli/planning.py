@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +231,7 @@ def add_planning(parser: ArgumentParser) -> None:
         --placements (--placement) NAME,...  placements = {','.join(PLACEMENTS)}  that may be used,
             all of one way: loop, v, wave; default all
         """,
-        placements=_placements,
+        placements=_some(*PLACEMENTS),
     )
     more = '; with --frontier a picture of it beside the named schedules (.png, .svg, .pdf)'
     arguments.add_search(parser, OBJECTIVES, 20.0, more)
@@ -247,7 +247,7 @@ def add_planning(parser: ArgumentParser) -> None:
         --least-slice TOKENS  count = {LEAST}  of --slices auto: tokens of a slice, as a mean of
             all; default {LEAST}
         """,
-        actions=_actions,
+        actions=lambda text: tuple(sorted({*_some(*NAMES, SELECTIVE)(text)})),
     )
     add_options(parser, arguments.COPY_RATIO)
     add_options(parser, '--num-layers (--layers) N  count  of the model: no more stages than that')
@@ -260,17 +260,9 @@ def add_planning(parser: ArgumentParser) -> None:
     )
 
 
-def _actions(text: str) -> tuple[str, ...]:
-    for name in text.split(','):
-        known = (*NAMES, SELECTIVE)
-        arguments.require(name, name in known, f'choose of {", ".join(known)}')
-    return tuple(sorted(set(text.split(','))))
-
-
-def _placements(text: str) -> list[str]:
-    for name in text.split(','):
-        arguments.require(name, name in PLACEMENTS, f'choose of {", ".join(PLACEMENTS)}')
-    return text.split(',')
+def _some(*known: str) -> Callable[[str], list[str]]:
+    cure = f'choose of {", ".join(known)}'
+    return arguments.several(arguments.checked(str, known.__contains__, cure))
 
 
 def _share_or_auto(text: str) -> float | str | Undecided:

@@ -17,7 +17,7 @@ from typing import Any, TextIO, TypeVar
 
 from megatron_zbpp.analysis.gain import gain_text, megatron_refuses
 from megatron_zbpp.ir import Placement, Schedule
-from megatron_zbpp.ir.formats import BYTES, UNITS, Units, load_plan
+from megatron_zbpp.ir.formats import BYTES, UNITS, Units
 from megatron_zbpp.ir.timeline import MEANING, Timeline
 from megatron_zbpp.planner.cases import Case
 from megatron_zbpp.planner.figures import FORMATS, Lines, shape
@@ -131,18 +131,6 @@ def peak_text(found: dict, units: Units) -> str:
     """Return the peak memory of the fullest rank, as text."""
     most = number(units.scaled(max(found['peak_activations'])))
     return f'peak memory {most} GiB' if units.memory == BYTES else f'peak activations {most}'
-
-
-def with_layers(
-    file: str | None, schedule: Schedule, heads: list[str], rows: Sequence[tuple[object, ...]]
-) -> tuple[list[str], list[tuple[object, ...]]]:
-    """Return a table of ranks with the layers of each, where a plan's file has a layout."""
-    layout = load_plan(file).layout if file else None
-    if layout is None:
-        return heads, list(rows)
-    held, placement = layout.split('|'), schedule.placement
-    own = [' '.join(held[s] for s in placement.stages(rank)) for rank in range(len(rows))]
-    return [*heads, 'layers'], [(*row, text) for row, text in zip(rows, own, strict=True)]
 
 
 def print_asynchronous(found: dict) -> None:

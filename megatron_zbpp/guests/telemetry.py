@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -85,7 +85,14 @@ class Spans(Guest):
             if self._schedule is not iteration.schedule:
                 self._schedule = iteration.schedule
                 self._messages = _messages(iteration.schedule, rank)
-            spans += _of_messages(iteration, timed, *self._messages)
+            taken, made = self._messages
+            free = timed[0][0] if timed else 0.0
+            for p, (start, end) in zip(ran, timed, strict=True):
+                for name, peer in taken.get(p, ()):
+                    spans.append(Span(f'megatron.p2p.recv_{name}', p, free, start, peer, came=True))
+                for name, peer in made.get(p, ()):
+                    spans.append(Span(f'megatron.p2p.send_{name}', p, end, end, peer))
+                free = end
         tracer, ahead = trace.get_tracer('nemo.lens'), time.time_ns() - time.perf_counter_ns()
         for span in spans:
             attributes = {
@@ -114,18 +121,6 @@ class Spans(Guest):
 
     def _key(self, rank: int, iteration: int) -> str:
         return f'megatron_zbpp/spans/{rank}/{self._run}/{iteration}'
-
-
-def _of_messages(
-    iteration: Iteration, timed: Sequence[tuple[float, float]], taken: Messages, made: Messages
-) -> Iterator[Span]:
-    free = timed[0][0] if timed else 0.0
-    for p, (start, end) in zip(iteration.record.passes, timed, strict=True):
-        for name, peer in taken.get(p, ()):
-            yield Span(f'megatron.p2p.recv_{name}', p, free, start, peer, came=True)
-        for name, peer in made.get(p, ()):
-            yield Span(f'megatron.p2p.send_{name}', p, end, end, peer)
-        free = end
 
 
 def _messages(schedule: Schedule, rank: int) -> tuple[Messages, Messages]:

@@ -201,18 +201,10 @@ class FreezePlan:
 
     def to_json(self) -> str:
         """Return one JSON object; `from_json` reads it back to an equal value."""
-        return json.dumps(
-            {
-                'format': FORMAT,
-                'schedule': json.loads(self.schedule.to_json()),
-                'ratios': {str(p): ratio for p, ratio in self.ratios},
-                'makespan': self.makespan,
-                'without_freezing': self.without,
-                'warm_up': self.warm_up,
-                'unit': self.unit,
-                'seed': self.seed,
-            }
-        )
+        ratios = {str(p): ratio for p, ratio in self.ratios}
+        schedule = json.loads(self.schedule.to_json())
+        own = {name: getattr(self, field) for name, field in _PLAIN.items()}
+        return json.dumps({'format': FORMAT, 'schedule': schedule, 'ratios': ratios, **own})
 
     @classmethod
     def from_json(cls, text: str) -> FreezePlan:
@@ -223,7 +215,7 @@ class FreezePlan:
         return cls(
             Schedule.from_object(data['schedule']),
             tuple(sorted((Pass.parse(name), ratio) for name, ratio in data['ratios'].items())),
-            *(data[name] for name in ('makespan', 'without_freezing', 'warm_up', 'unit', 'seed')),
+            *map(data.__getitem__, _PLAIN),
         )
 
 
@@ -239,6 +231,9 @@ def plan_of(file: object) -> FreezePlan:
         raise ValueError(f'{error}: give what zbpp freeze -o wrote') from error
 
 
+# plain fields, as they are named in a file
+_PLAIN = {'makespan': 'makespan', 'without_freezing': 'without'}
+_PLAIN |= {name: name for name in ('warm_up', 'unit', 'seed')}
 _FIELDS = {
     'format': strict_json.one_of(FORMAT),
     'schedule': strict_json.anything,

@@ -35,14 +35,10 @@ def room(root: Path = Path('/')) -> Room | None:
 
     Page cache counts as free: it is given back where memory is short. None: not on Linux.
     """
-    return min((*_of_machine(root), *_of_groups(root)), default=None)
-
-
-def _of_machine(root: Path) -> Iterator[Room]:
     file = root / 'proc/meminfo'
-    value = _values(file, ':').get('MemAvailable')
-    if value is not None:
-        yield Room(value * 1024, file)
+    free = _values(file, ':').get('MemAvailable')
+    machine = [] if free is None else [Room(free * 1024, file)]
+    return min((*machine, *_of_groups(root)), default=None)
 
 
 def _of_groups(root: Path) -> Iterator[Room]:

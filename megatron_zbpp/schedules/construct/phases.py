@@ -38,12 +38,11 @@ def zeropp_unit(num_ranks: int, num_chunks: int) -> int:
     return max(num_ranks, -(-2 * (num_ranks - 1) // num_chunks))
 
 
-def chunk_by_chunk(
-    kind: str, stages: Sequence[int], groups: Iterable[int], first: int = 0
-) -> list[Pass]:
+def chunk_by_chunk(kind: str, stages: Sequence[int], groups: Iterable[int]) -> list[Pass]:
     """Return, group by group of microbatches, all of one stage, then all of the next."""
     through = stages if kind == F else stages[::-1]
     passes: list[Pass] = []
+    first = 0
     for size in groups:
         passes += [Pass(kind, stage, first + i) for stage in through for i in range(size)]
         first += size
@@ -69,16 +68,10 @@ def phases(
 
     - `F0`, `B0`, `BW0`: the next of chunk 0, in microbatch order. A microbatch has B or BW.
     - `W0`: that W of chunk 0 which has waited longest, where one waits.
-    - `F`, `B`, `BW`, `W`: the same of the whole rank, chunk by chunk in groups of microbatches.
+    - `F`, `B`, `BW`, `W`: the same of the whole rank, chunk by chunk in groups of microbatches
+      (`groups`: their sizes; by default one of all).
 
-    Args:
-        stages: of the rank, in model order: entry c is its chunk c.
-        num_microbatches: m.
-        table: in the order of time.
-        groups: sizes of the groups, for names without a chunk; by default one of all microbatches.
-
-    Raises:
-        ValueError: a name is none of these, or the table ends before the passes do.
+    ValueError: a name is none of these, or the table ends before the passes do.
     """
     rows = [(times, names.split(), label) for times, names, label in table]
     named = dict.fromkeys(name for _, names, _ in rows for name in names)
@@ -217,11 +210,8 @@ def split_one_forward_one_backward(
         cool-down  0B3 0W2
         W left     0W3
 
-    Args:
-        stages: of the rank, in model order.
-        groups: sizes of the groups in which microbatches go chunk by chunk, the largest first.
-        ahead: forwards in the warm-up beyond those of all chunks but the last.
-        defer: Bs that have no W yet when W begins.
+    `groups` are sizes of those in which microbatches go chunk by chunk, the largest first; `ahead`
+    are the forwards in the warm-up beyond those of all chunks but the last.
     """
     warmup, count = _counts(stages, groups, ahead)
     table = [
