@@ -38,12 +38,8 @@ def schedule_text(
     Stage 0 is on rank 0.
     """
     candidates, m = [(start.placement, costs)], start.num_microbatches
-    inputs: dict[str, Any] = {
-        'memory_limit': memory_limit,
-        'seconds': seconds,
-        'objective': objective,
-        'seed': 0,
-    }
+    inputs: dict[str, Any] = {'memory_limit': memory_limit, 'seconds': seconds, 'seed': 0}
+    inputs |= {'objective': objective}
     if has_shards(start):
         starts = [start, *hosts_like(start, costs, memory_limit)]
         found = plan(candidates, m, **inputs, starts=starts, graph=lambda _: start.graph)

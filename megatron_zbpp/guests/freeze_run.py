@@ -71,12 +71,9 @@ class FreezeRun(Guest):
         plan, phase = self.plan, 'growing' if self.step < self.plan.full else 'freezing'
         if self.step < plan.monitoring.stop:
             phase = 'warm-up' if self.step < plan.monitoring.start else 'monitoring'
-        if phase != self._phase:
-            self._phase = phase
-            self._tell(phase)
-
-    def _tell(self, phase: str) -> None:
-        plan = self.plan
+        if phase == self._phase:
+            return
+        self._phase = phase
         shares = ', '.join(f'{share:.0%}' for share in plan.stages)
         self._say(
             {
@@ -106,13 +103,10 @@ class FreezeRun(Guest):
         elif self._phase == 'freezing' and len(self._after) < _COMPARED:
             self._after.append(iteration.extent().window)
             if len(self._after) == _COMPARED and self._before:
-                self._compare()
+                before, after = median(self._before), median(self._after)
+                predicted = 1 - self.plan.makespan / self.plan.without if self.plan.without else 0.0
+                self._say(
+                    f'freezing: {before * 1e3:.1f} ms before, {after * 1e3:.1f} ms with it on this '
+                    f'rank ({1 - after / before:.1%} less; {predicted:.1%} was predicted)'
+                )
         self.step += 1
-
-    def _compare(self) -> None:
-        before, after = median(self._before), median(self._after)
-        predicted = 1 - self.plan.makespan / self.plan.without if self.plan.without else 0.0
-        self._say(
-            f'freezing: {before * 1e3:.1f} ms before, {after * 1e3:.1f} ms with it on this rank '
-            f'({1 - after / before:.1%} less; {predicted:.1%} was predicted)'
-        )

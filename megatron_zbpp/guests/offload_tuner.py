@@ -79,7 +79,8 @@ class OffloadTuner(Guest):
             share, costs_nothing = 'all', None
             planned, found = runs, f'{found}, but the device has no room for more'
         else:
-            share, costs_nothing = _words(ratio), costs
+            share = 'all' if ratio <= 1 else f'the share 1/k, {1 / ratio:.0%},'
+            costs_nothing = costs
         with_, without = (simulate(each, costs).makespan for each in (planned, base))
         holds, held = (max(peak(each, costs)) for each in (planned, base))
         self._tell(
@@ -92,7 +93,3 @@ class OffloadTuner(Guest):
     def _tell(self, message: str) -> None:
         if dist.get_rank() == 0:
             self.say(message)
-
-
-def _words(ratio: float) -> str:
-    return 'all' if ratio <= 1 else f'the share 1/k, {1 / ratio:.0%},'

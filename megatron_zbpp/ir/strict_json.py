@@ -144,15 +144,15 @@ def list_of(entry: Check, entries: str, filled: bool = False) -> Check:
     )
 
 
-def tuple_of(*entries: Check, what: str = '') -> Check:
-    """Return the check of a list of so many entries, each by its own; `what` it should be."""
+def tuple_of(*entries: Check) -> Check:
+    """Return the check of a list of so many entries, each by its own."""
     return check(
         lambda value: (
             is_list(value)
             and len(value) == len(entries)
             and all(entry(each) is None for entry, each in zip(entries, value, strict=True))
         ),
-        what,
+        '',
     )
 
 

@@ -13,7 +13,7 @@ from math import inf
 from typing import NamedTuple
 
 from megatron_zbpp.partitioning.layers import Layers
-from megatron_zbpp.partitioning.setup_costs import FULL, SELECTIVE, STOCK, Job, Setup, savings
+from megatron_zbpp.partitioning.setup_costs import FULL, NONE, SELECTIVE, STOCK, Job, Setup
 from megatron_zbpp.partitioning.setup_prediction import Prediction, Stages, predict, stages_of
 from megatron_zbpp.planner.limits import by_bound
 from megatron_zbpp.schedules import find
@@ -188,6 +188,7 @@ def setups_of(job: Job, schedules: Iterable[str], held: Mapping[str, int] = {}) 
     """Yield all setups with the `held` sizes that the GPUs, the batch and the model divide into."""
     tried = {name: [held[name]] if name in held else [*few] for name, few in _TRIED.items()}
     shape, names = job.shape, [find(name) for name in dict.fromkeys(schedules)]
+    savings = (NONE,) if shape.model == 'hybrid' else (NONE, SELECTIVE, FULL)
     for tp, ep, pp in _sizes(job):
         runs = [('1f1b', 1)] if pp == 1 else []
         for family in names if pp > 1 else ():
@@ -195,7 +196,7 @@ def setups_of(job: Job, schedules: Iterable[str], held: Mapping[str, int] = {}) 
             if 'num_chunks' in family.options:
                 chunks = [v for v in tried['chunks'] if v in family.chunks]
             runs += [(family.name, v) for v in chunks if pp >= family.min_ranks]
-        for (name, v), micro, saving in product(runs, tried['micro_batch'], savings(shape)):
+        for (name, v), micro, saving in product(runs, tried['micro_batch'], savings):
             setup = Setup(tp, pp, v, ep, micro, name, saving, tp > 1)
             room = pp * v <= shape.layers + sum(job.ends)
             if room and _has(setup, held) and not job.why_impossible(setup):

@@ -309,8 +309,3 @@ def layer_costs(job: Job, setup: Setup) -> SetupLayers:
             transient = max(transient, freed)
         made.append(layer)
     return SetupLayers(Layers((costing.end(first), *made, costing.end(last))), transient)
-
-
-def savings(shape: Shape) -> tuple[str, ...]:
-    """Return the kinds of recomputation that Megatron has for such a model."""
-    return (NONE,) if shape.model == 'hybrid' else (NONE, SELECTIVE, FULL)

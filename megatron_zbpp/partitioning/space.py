@@ -12,7 +12,7 @@ from megatron_zbpp.ir import B, Placement, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.formats import BYTES, MANY, Units
 from megatron_zbpp.ir.layout import layers_per_stage
-from megatron_zbpp.partitioning.layers import DECODER, LOSS, MTP, Devices, Layers
+from megatron_zbpp.partitioning.layers import DECODER, MTP, Devices, Layers
 from megatron_zbpp.planner.cost_sources import CostSource, Naming
 from megatron_zbpp.planner.limits import Bytes, Limit, least_limits, same_limits
 from megatron_zbpp.planner.problem import Problem
@@ -229,14 +229,9 @@ class Space:
         kinds = [layer.kind for layer in self.layers]
         if DECODER not in kinds:
             return Partition(placement, tuple(layers_per_stage(len(kinds), placement)), order)
-        before = kinds.index(DECODER)
-        decoders = kinds.count(DECODER)
+        before, decoders = kinds.index(DECODER), kinds.count(DECODER)
         after = len(kinds) - before - decoders
-        ends = bool(before), after
-        if LOSS in kinds or after:
-            cuts = layers_per_stage(decoders, placement, *ends)
-        else:
-            cuts = layers_per_stage(decoders, placement, bool(before))
+        cuts = layers_per_stage(decoders, placement, bool(before), after)
         cuts[0] += before
         cuts[-1] += after
         return Partition(placement, tuple(cuts), order)

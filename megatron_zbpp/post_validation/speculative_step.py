@@ -205,14 +205,11 @@ def _only(
 ) -> Iterator[list[tuple[dict, dict]]]:
     """Let the optimizer step these only; its groups, which some count steps in, stay as is."""
     groups = optimizer.param_groups
+    own = [[p for p in group['params'] if id(p) in chosen] for group in groups]
     restricted = [
-        (group, {**group, 'params': [p for p in group['params'] if id(p) in chosen]})
-        for group in groups
-    ]
-    restricted = [
-        (group, its)
-        for group, its in restricted
-        if its['params'] or (empty and not group['params'])
+        (group, {**group, 'params': its})
+        for group, its in zip(groups, own, strict=True)
+        if its or (empty and not group['params'])
     ]
     optimizer.param_groups = [its for _, its in restricted]
     try:

@@ -6,14 +6,8 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 
-from megatron_zbpp.ir import BW, B, F, Pass, Phase, Placement, Schedule
-from megatron_zbpp.schedules.construct.building_blocks import (
-    orders,
-    repeat,
-    tighten,
-    with_weights,
-    without_weights,
-)
+from megatron_zbpp.ir import BW, B, F, Pass, Phase, Placement, Schedule, W
+from megatron_zbpp.schedules.construct.building_blocks import orders, repeat, tighten, with_weights
 from megatron_zbpp.schedules.construct.draft import Draft, list_schedule
 from megatron_zbpp.schedules.construct.phases import first_microbatches, phases
 
@@ -98,7 +92,8 @@ def _controlled(
     for stop in (slots[Pass(B, 0, 0)], None):
         tight = tighten(slots, placement, limit, stop=stop)
         last = tight[Pass(F, 0, num_microbatches - 1)]
-        tight = tighten(without_weights(tight), placement, limit, start=last + 1)
+        bare = {p: slot for p, slot in tight.items() if p.kind != W}
+        tight = tighten(bare, placement, limit, start=last + 1)
         lanes = [[order] for order in orders(tight, placement)]
         drafts.append(list_schedule(placement, num_microbatches, lanes, memory_limit=peak))
     return min(drafts, key=lambda draft: (draft.window, draft.makespan)).schedule(name)

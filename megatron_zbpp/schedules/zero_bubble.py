@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from megatron_zbpp.ir import Phase, Placement, Schedule, W
-from megatron_zbpp.schedules.construct.draft import list_schedule
 from megatron_zbpp.schedules.construct.phases import phases, split_one_forward_one_backward
 
 
@@ -79,6 +80,8 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
 def filled(schedule: Schedule, memory_limit: float) -> Schedule:
     """Return the same order but for its Ws, which come wherever a rank would wait."""
+    from megatron_zbpp.schedules.construct.draft import list_schedule  # for few schedules
+
     lanes = [[[p for p in order if p.kind != W]] for order in schedule.passes]
     m, graph = schedule.num_microbatches, schedule.graph
     draft = list_schedule(schedule.placement, m, lanes, memory_limit, graph)
@@ -136,8 +139,6 @@ def two_bp_1f1b(num_ranks: int, num_microbatches: int) -> Schedule:
     - Peak memory: m activations on the last rank, whose W all come at the end.
     """
     p, m = num_ranks, num_microbatches
-    placement = Placement.loop(p)
     tables = ([(p - 1 - rank, 'F', ''), (m, 'F B', ''), (m, 'W', '')] for rank in range(p))
-    orders = [phases([rank], m, table)[:-1] for rank, table in enumerate(tables)]
-    lanes = [[[each for phase in order for each in phase.passes]] for order in orders]
-    return list_schedule(placement, m, lanes).schedule('2bp-1f1b')
+    orders = (phases([rank], m, table) for rank, table in enumerate(tables))
+    return filled(Schedule.of('2bp-1f1b', Placement.loop(p), m, orders), memory_limit=inf)

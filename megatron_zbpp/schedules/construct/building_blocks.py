@@ -38,11 +38,6 @@ def with_weights(slots: Slots, placement: Placement) -> Slots:
     return full
 
 
-def without_weights(slots: Slots) -> Slots:
-    """Return `slots` without its W passes."""
-    return {p: slot for p, slot in slots.items() if p.kind != W}
-
-
 def tighten(
     slots: Slots, placement: Placement, limit: int, start: int = 0, stop: int | None = None
 ) -> Slots:

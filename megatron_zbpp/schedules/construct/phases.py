@@ -81,7 +81,9 @@ def phases(
         Phase(label, tuple(_run(times, [take[name] for name in names])))
         for times, names, label in rows
     ]
-    line.require_end()
+    for left in (*line.coming.values(), *line.waiting.values()):
+        if (p := next(iter(left), None)) is not None:
+            raise ValueError(f'the table of phases ends before {p}: raise the times of a row')
     return [phase for phase in found if phase.passes]
 
 
@@ -168,13 +170,6 @@ class _Line:
 
     def _queue(self, chunk: int | None) -> deque[Pass]:
         return self.waiting.setdefault(chunk, deque())
-
-    def require_end(self) -> None:
-        """Raise ValueError if something is still to come."""
-        left = [next(iter(each), None) for each in (*self.coming.values(), *self.waiting.values())]
-        for p in left:
-            if p is not None:
-                raise ValueError(f'the table of phases ends before {p}: raise the times of a row')
 
 
 def one_forward_one_backward(
