@@ -203,7 +203,7 @@ class FreezePlan:
         """Return one JSON object; `from_json` reads it back to an equal value."""
         ratios = {str(p): ratio for p, ratio in self.ratios}
         schedule = json.loads(self.schedule.to_json())
-        own = {name: getattr(self, field) for name, field in _PLAIN.items()}
+        own = {name: getattr(self, name.removesuffix('_freezing')) for name in _PLAIN}
         return json.dumps({'format': FORMAT, 'schedule': schedule, 'ratios': ratios, **own})
 
     @classmethod
@@ -231,9 +231,7 @@ def plan_of(file: object) -> FreezePlan:
         raise ValueError(f'{error}: give what zbpp freeze -o wrote') from error
 
 
-# plain fields, as they are named in a file
-_PLAIN = {'makespan': 'makespan', 'without_freezing': 'without'}
-_PLAIN |= {name: name for name in ('warm_up', 'unit', 'seed')}
+_PLAIN = ('makespan', 'without_freezing', 'warm_up', 'unit', 'seed')
 _FIELDS = {
     'format': strict_json.one_of(FORMAT),
     'schedule': strict_json.anything,
