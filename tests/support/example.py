@@ -8,11 +8,12 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import stock
 from nvidia import also
@@ -73,18 +74,25 @@ class Program:
     args: Any
     plugin: Any  # None: Megatron's own schedule runs
     models: list[Any]  # chunks of this rank
+    norms: list[Any] = field(default_factory=list)  # of the steps so far
 
     @functools.cached_property
+    def stepping(self) -> tuple[Any, Any]:
+        """Optimizer, and the scheduler of its rates."""
+        return self.script.build_optimizer(self.args, self.models)
+
+    @property
     def optimizer(self) -> Any:
-        return self.script.build_optimizer(self.args, self.models)[0]
+        return self.stepping[0]
 
     @functools.cached_property
     def data(self) -> list:
         return self.script.iterators(self.args, self.script.build_datasets(self.args)[0], 0)
 
-    def batch(self, data: list | None = None) -> float | None:
+    def batch(self, data: list | None = None, **options: Any) -> float | None:
         """Run a batch; the loss, on the rank that has it."""
-        return self.script.run_batch(self.args, self.models, self.data if data is None else data)
+        data = self.data if data is None else data
+        return self.script.run_batch(self.args, self.models, data, **options)
 
     def step(self, data: list | None = None) -> float | None:
         """Run a batch, from gradients of zero, and the optimizer's step; return the loss."""
@@ -92,17 +100,25 @@ class Program:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss = self.batch(data)
-        assert self.optimizer.step()[0]
+        succeeded, norm, _ = self.optimizer.step()
+        assert succeeded
+        self.norms.append(norm)
         return loss
 
 
 @contextmanager
-def program(argv: Sequence) -> Iterator[Program]:
-    """The example with these arguments, which leaves no state of Megatron behind."""
+def program(argv: Sequence, patches: Callable = lambda script: ()) -> Iterator[Program]:
+    """The example with these arguments, which leaves no state of Megatron behind.
+
+    `patches` gives (owner, name, what it is to be) meanwhile.
+    """
     import pretrain_gpt as script
 
     try:
         with ExitStack() as stack:
+            for owner, name, replacement in patches(script):
+                patch = mock.patch.object(owner, name, replacement, create=True)
+                stack.enter_context(patch)
             args = script.parse_args(list(map(str, argv)))
             plugin = script.enable(args, stack)
             script.initialize(args)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import stock
 import torch
-from example import MODEL, early_steps, forget_groups
+from example import MODEL, early_steps, program
 from nvidia import also
 from ranks import Ranks
 
@@ -232,34 +230,18 @@ class Trained:
 
 def train(job: Job, argv: list[str]) -> Trained:
     """Runs on each rank; see `pretrain_gpt.train`."""
-    import pretrain_gpt as script
-
-    with ExitStack() as stack:
-        stack.callback(forget_groups)
-        for owner, name, replacement in replacements(script, job):
-            stack.enter_context(mock.patch.object(owner, name, replacement, create=True))
-        args = script.parse_args(argv)
-        plugin = script.enable(args, stack)
-        script.initialize(args)
-        models = script.build_model(args)
-        optimizer, scheduler = script.build_optimizer(args, models)
-        data = script.iterators(args, script.build_datasets(args)[0], 0)
-        losses, norms = [], []
-        for iteration in range(args.train_iters):
+    with program(argv, partial(replacements, job=job)) as at:
+        (optimizer, scheduler), losses = at.stepping, []
+        for iteration in range(at.args.train_iters):
             if iteration == job.iterations // 2 and job.evaluates:
                 with torch.no_grad():
-                    losses.append(script.run_batch(args, models, data, forward_only=True))
-            for model in models:
-                model.zero_grad_buffer()
-            optimizer.zero_grad()
-            losses.append(script.run_batch(args, models, data))
-            succeeded, norm, _ = optimizer.step()
-            assert succeeded
+                    losses.append(at.batch(forward_only=True))
+            losses.append(at.step())
             scheduler.step(increment=1)
-            norms.append(float(norm))
-        parameters, states = _left(models, optimizer)
+        parameters, states = _left(at.models, optimizer)
         steps = [int(group['step']) for group in optimizer.param_groups if 'step' in group]
-        return Trained(losses, norms, parameters, states, steps, early_steps(), _moved(plugin))
+        norms = [float(norm) for norm in at.norms]
+        return Trained(losses, norms, parameters, states, steps, early_steps(), _moved(at.plugin))
 
 
 def _moved(plugin: Any) -> dict[int, int]:
