@@ -2,8 +2,6 @@
 statement that raises before a training starts is in a table of `tests/support/cures`, or in a list
 there with the reason."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

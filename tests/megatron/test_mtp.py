@@ -1,7 +1,5 @@
 """Multi-token prediction in NVIDIA's training loop: to the bit as by Megatron's own schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import events

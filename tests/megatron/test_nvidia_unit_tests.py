@@ -1,8 +1,6 @@
 """NVIDIA's own unit tests of its schedules pass with ours in Megatron's table. They need a checkout
 of Megatron-LM: MEGATRON_LM names it."""
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

@@ -1,7 +1,5 @@
 """A script with our two lines at its top has our flags, however it is started."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every command of the README and of the pages in docs/ runs."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """Forwards that may be dropped leave no random numbers behind, whatever keeps their states."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,7 +1,5 @@
 """NVIDIA's loop for long: what each rank holds at its end is what it held soon after its start."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median

@@ -1,7 +1,5 @@
 """Toys of today's models in NVIDIA's loop, hybrid ones among them: to the bit as by Megatron."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from pathlib import Path

@@ -4,8 +4,6 @@ It wants a Megatron-Core of its own and much that its trainings on a CPU never c
 other data, quantization, resilience): what it imports of that and nobody calls is stood in for.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -5,8 +5,6 @@ torchrun ... cut_off.py RANK ITERATION PLACE FILE [flags of the example]
 FILE takes the time of the cut, by the clock of all hosts.
 """
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys

@@ -6,8 +6,6 @@ Killed at which `forward` step of the iteration, or at which `storage` that leav
 a transfer of several, those before are under way then.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -4,8 +4,6 @@ They are namespaces, linked by a pair of virtual network cards; nothing leaves t
 first process of each ends with this one, and everything of the host with it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The example's training with events in its gradients, and variants that it has no flags for."""
 
-from __future__ import annotations
-
 import functools
 from contextlib import ExitStack
 from dataclasses import dataclass

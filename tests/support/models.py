@@ -1,7 +1,5 @@
 """Small GPTs of every kind, trained with the example's own functions: all that a run leaves."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

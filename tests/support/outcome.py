@@ -1,7 +1,5 @@
 """What a program said and how it ended, where its exit and its output are what is tested."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import warnings

@@ -1,7 +1,5 @@
 """Our flags, parsed on ranks behind a parser that stands for Megatron's."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from dataclasses import dataclass, replace

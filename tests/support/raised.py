@@ -1,7 +1,5 @@
 """The statements of the package that refuse something, and which of them a call has reached."""
 
-from __future__ import annotations
-
 import ast
 import traceback
 from collections.abc import Iterator

@@ -11,8 +11,6 @@ A row is a feature, as docs/support.csv has it, with schedules and fields of a j
 Each case trains by the schedule and by Megatron's own, whose outcome is kept (`stock`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path

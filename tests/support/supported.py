@@ -8,8 +8,6 @@ python -m pytest tests/megatron/test_mtp.py --record-support
 python scripts/support_page.py > docs/support.md
 """
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Iterable, Iterator

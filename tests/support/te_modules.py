@@ -1,7 +1,5 @@
 """Modules of Transformer Engine, and Megatron's around them, as tests make them."""
 
-from __future__ import annotations
-
 import contextlib
 
 import torch

@@ -1,7 +1,5 @@
 """Data for the training tests, made by the first rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

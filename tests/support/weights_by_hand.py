@@ -1,7 +1,5 @@
 """Trains by an asynchronous schedule, and by Megatron's own 1F1B on weights put in by hand."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager

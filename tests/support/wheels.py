@@ -1,7 +1,5 @@
 """Python sources of packages that are not installed: of their wheels, which build nothing."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Parameters of tests in the words of the page of what is supported: see `words.txt`."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
