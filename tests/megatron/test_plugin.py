@@ -1,6 +1,7 @@
 """Registration: in place, idempotent, undone; what it does not serve goes to Megatron."""
 
 import copy
+import json
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -50,44 +51,11 @@ def test_enable_and_disable():
 
 
 FREEZING = Path(__file__).with_name('freezing.json')  # for zb-h1, two ranks, four microbatches
-
-
 # what is asked for, what asks for the same in other words, and what asks for something else
 ASKED = [
-    ({}, {'schedule': 'ZB_H1'}, {'schedule': 'zb-v'}),
-    ({'schedule': 'zb-interleaved', 'num_chunks': 2}, {}, {'num_chunks': 3}),
-    ({'schedule': 'zb-1p', 'memory_limit': 4}, {'memory_limit': 4.0}, {'memory_limit': 5}),
-    ({'schedule': 'auto', 'memory_limit': 4}, {}, {'memory_limit': 8}),
-    ({'schedule': 'auto'}, {}, {'schedule': 'zb-v'}),
-    ({}, {'watchdog_timeout': 0}, {'watchdog_timeout': 30}),
-    ({'watchdog_timeout': 30}, {}, {'watchdog_timeout': None}),
-    ({'post_validation': 5}, {}, {'post_validation': 20}),
-    ({'post_validation': True}, {'post_validation': 10}, {'post_validation': 1}),
-    ({}, {'post_validation': False}, {'post_validation': 0}),
-    ({'watchdog_timeout': 9}, {}, {'watchdog_pause_timeout': 90}),
-    ({'watchdog_pause_timeout': 0}, {}, {'watchdog_pause_timeout': None}),
-    ({'schedule': 'auto'}, {'profile_iters': 5}, {'profile_iters': 6}),
+    *json.loads(Path(__file__).with_name('settings_asked.json').read_text()),
     ({'trace_dir': 'one'}, {'trace_dir': Path('one')}, {'trace_dir': 'other'}),
-    ({}, {'trace_dir': None}, {'trace_dir': 'one'}),
-    ({'offload': 'half'}, {}, {'offload': 'all'}),
-    ({'offload': 2, 'schedule': 'zb-v'}, {}, {'offload': None}),
     ({}, {'freeze': None}, {'freeze': FREEZING}),
-    ({'recompute': 'half'}, {}, {'recompute': 'all'}),
-    ({'slices': 4}, {'slices': '4'}, {'slices': [8, 8]}),
-    ({'vocab_parallel': 'output'}, {}, {'vocab_parallel': None}),
-    ({'post_validation': 5}, {'kept_gib': None}, {'kept_gib': 2.5}),
-    ({'post_validation': 5}, {'check_interval': 10}, {'check_interval': 0}),
-    ({}, {'same_start': True}, {'same_start': False}),
-    ({'same_start': False}, {}, {'same_start': 'Ett|ttL'}),
-    ({}, {'dropout_seeds': False}, {'dropout_seeds': True}),
-    ({'schedule': 'paci'}, {'clip': None}, {'clip': 'global'}),
-    ({'schedule': 'pipemare'}, {'anneal_steps': None}, {'anneal_steps': 9}),
-    ({'schedule': 'pipemare'}, {'correction_decay': 0.135}, {'correction_decay': 0.5}),
-    ({'schedule': 'pipemare'}, {'async_warmup_steps': 0}, {'async_warmup_steps': 3}),
-    ({}, {'prewarm': None}, {'prewarm': True}),
-    ({}, {'message_ctas': 2}, {'message_ctas': 4}),
-    ({}, {'message_priority': 'high'}, {'message_priority': 'group'}),
-    ({}, {'message_receives': 'late'}, {'message_receives': 'early'}),
 ]
 
 
