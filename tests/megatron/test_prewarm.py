@@ -11,6 +11,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
 
+import events
 import forked
 import models
 import numpy as np
@@ -54,10 +55,7 @@ CASES = {
     'multi-token prediction': (2, ['--mtp-num-layers', 1, *UNTIED, *ROPE]),
     'iterations that run again': (2, ['--rerun-mode', 'validate_results']),
     'slices': (2, ['--pipeline-slices', 2]),
-    'vocabulary': (
-        2,
-        ['--pipeline-vocab-parallel', 'output', *UNTIED],
-    ),
+    'vocabulary': (2, ['--pipeline-vocab-parallel', 'output', *UNTIED]),
     'offload': (2, ['--pipeline-offload', 'all']),
     'two-way': (4, ['--pipeline-schedule', 'chimera-zb']),
     'recompute': (2, ['--pipeline-recompute', 'all', *DROPOUT]),
@@ -69,20 +67,13 @@ def counting(training):
     """Counts forwards of the chunks of this rank in the first iteration."""
     from megatron.core.pipeline_parallel import schedules
 
-    counts, original, log = [0], schedules.forward_step, training.training_log
+    counts = [0]
 
-    def forward_step(*args, **kwargs):
+    def count(*_, **__):
         counts[-1] += 1
-        return original(*args, **kwargs)
 
-    def training_log(*args, **kwargs):
-        counts.append(0)
-        return log(*args, **kwargs)
-
-    with (
-        mock.patch.object(schedules, 'forward_step', forward_step),
-        mock.patch.object(training, 'training_log', training_log),
-    ):
+    logged = training, 'training_log', lambda *_, **__: counts.append(0)
+    with events.before((schedules, 'forward_step', count), logged):
         yield counts
 
 
@@ -230,45 +221,7 @@ def test_failing_inside(ranks, data):
         assert '--no-pipeline-prewarm' in said
 
 
-FAILING = """
-import os
-
-import pretrain_gpt
-
-trains = pretrain_gpt.forward_step
-
-
-def forward_step(*given):
-    if os.environ['RANK'] == '1':
-        raise ZeroDivisionError('a kernel that is not there')
-    return trains(*given)
-
-
-pretrain_gpt.forward_step = forward_step
-pretrain_gpt.main()
-"""
-
-
-def launched(script, *argv):
-    """What two ranks of a program say, prepared in parallel, and how they end."""
-    torchrun = [sys.executable, '-m', 'torch.distributed.run', '--standalone']
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / 'examples' / 'gpt')))
-    command = [*torchrun, '--nproc-per-node', 2, script, *argv, '--pipeline-prewarm']
-    return forked.run(command, env={'PYTHONPATH': paths}, timeout=200)
-
-
-def test_one_rank_that_fails_inside_ends_all(tmp_path, data):
-    """The other has run its chunks and waits for the first message of the iteration."""
-    script = tmp_path / 'failing.py'
-    script.write_text(FAILING)
-    argv = words(data, 'zb-v', '--train-iters', 2)
-    done = launched(script, *argv)
-    assert done.returncode
-    assert done.stderr.count('ZeroDivisionError: a kernel that is not there. If they work') == 1
-    assert '--no-pipeline-prewarm' in done.stderr
-
-
-INTERRUPTED = """
+UNLUCKY = """
 import os
 import sys
 import time
@@ -277,8 +230,11 @@ import pretrain_gpt
 
 trains, number = pretrain_gpt.forward_step, int(sys.argv.pop(1))
 
+
 def forward_step(*given):
     if os.environ['RANK'] == '1':
+        if not number:
+            raise ZeroDivisionError('a kernel that is not there')
         os.kill(os.getpid(), number)
         time.sleep(60)
     return trains(*given)
@@ -289,14 +245,36 @@ pretrain_gpt.main()
 """
 
 
+@pytest.fixture
+def launched(tmp_path, data):
+    """What two ranks of a program say, prepared in parallel, and how they end: one fails when it
+    first runs, or gets a signal."""
+
+    def launch(number):
+        script = tmp_path / 'unlucky.py'
+        script.write_text(UNLUCKY)
+        torchrun = [sys.executable, '-m', 'torch.distributed.run', '--standalone']
+        argv = words(data, 'zb-v', '--train-iters', 2, '--pipeline-prewarm')
+        command = [*torchrun, '--nproc-per-node', 2, script, number, *argv]
+        paths = os.pathsep.join(map(str, (ROOT, ROOT / 'examples' / 'gpt')))
+        done = forked.run(command, env={'PYTHONPATH': paths}, timeout=200)
+        assert done.returncode
+        return done
+
+    return launch
+
+
+def test_one_rank_that_fails_inside_ends_all(launched):
+    """The other has run its chunks and waits for the first message of the iteration."""
+    said = launched(0).stderr
+    assert said.count('ZeroDivisionError: a kernel that is not there. If they work') == 1
+    assert '--no-pipeline-prewarm' in said
+
+
 @pytest.mark.parametrize('name', ['SIGINT', 'SIGTERM'])
-def test_interrupted_inside(tmp_path, data, name):
-    """One rank gets a signal: all end; it says what it was in, and how to leave that out."""
-    script = tmp_path / 'interrupted.py'
-    script.write_text(INTERRUPTED)
-    argv = words(data, 'zb-v', '--train-iters', 2)
-    done = launched(script, signal.Signals[name].value, *argv)
-    assert done.returncode
+def test_interrupted_inside(launched, name):
+    """All end; it says what it was in, and how to leave that out."""
+    done = launched(signal.Signals[name].value)
     assert 'iteration        1' not in done.stdout
     watchdog = 'pipeline watchdog: global rank '
     report = done.stderr.partition(f'{watchdog}1 ')[2].partition(watchdog)[0]  # of that rank alone
