@@ -1,14 +1,23 @@
 """A program on Megatron's schedules alone, neither its models nor its training: as NVIDIA's own
-tests/unit_tests/pipeline_parallel/test_schedules.py, with the same shapes of input."""
+tests/unit_tests/pipeline_parallel/test_schedules.py, with the same shapes of input; and those tests
+themselves, where MEGATRON_LM names a checkout."""
 
+import ast
 import contextlib
 import io
+import json
+import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from commands import run
 from example import forget_groups
-from supported import supports
+from nvidia import CHECKOUT, release
+from paths import SUPPORT
+from supported import PASSES, supports
 
 import megatron_zbpp
 
@@ -55,6 +64,13 @@ def groups(config):
     return {'pg_collection': collection, 'p2p_communicator': communicator}
 
 
+def call(forward_step, arguments, function, shape=(SEQUENCE, MICRO_BATCH), **more):
+    """A function of schedules, as a program calls it."""
+    sizes = dict(zip(('seq_length', 'micro_batch_size'), shape, strict=True))
+    sizes['num_microbatches'] = MICROBATCHES
+    return function(forward_step_func=forward_step, **sizes, **arguments, **more)
+
+
 def by_both(schedule, run):
     """What `run` returns by Megatron's function, and by ours."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -77,18 +93,8 @@ def evaluated(schedule, tp, pp, chunks, given):
 
         return torch.rand(SEQUENCE, MICRO_BATCH, HIDDEN), loss_func
 
-    def run(function):
-        return function(
-            forward_step_func=forward_step,
-            num_microbatches=MICROBATCHES,
-            seq_length=SEQUENCE,
-            micro_batch_size=MICRO_BATCH,
-            forward_only=True,
-            **arguments,
-        )
-
     try:
-        return by_both(schedule, run)
+        return by_both(schedule, partial(call, forward_step, arguments, forward_only=True))
     finally:
         forget_groups()
 
@@ -129,13 +135,7 @@ def trained(schedule, chunks):
         for model in models:
             model.zero_grad()
         arguments['data_iterator'] = [iter(inputs) for _ in models]
-        losses = function(
-            forward_step_func=forward_step,
-            num_microbatches=MICROBATCHES,
-            seq_length=4,
-            micro_batch_size=2,
-            **arguments,
-        )
+        losses = call(forward_step, arguments, function, (4, 2))
         return losses, [p.grad.clone() for model in models for p in model.parameters()]
 
     # Megatron's own functions ask any config for it when they train
@@ -171,14 +171,7 @@ def starved():
 
     try:
         with megatron_zbpp.enable('zb-h1'):
-            get_forward_backward_func()(
-                forward_step_func=forward_step,
-                num_microbatches=MICROBATCHES,
-                seq_length=SEQUENCE,
-                micro_batch_size=MICRO_BATCH,
-                forward_only=True,
-                **arguments,
-            )
+            call(forward_step, arguments, get_forward_backward_func(), forward_only=True)
     except StopIteration as error:
         return str(error)
     finally:
@@ -192,3 +185,46 @@ def test_data_that_end(ranks):
     last = MICROBATCHES - 1
     assert fed is None
     assert f'the data iterator has ended at microbatch {last} of {MICROBATCHES}' in starving
+
+
+FILE = 'tests/unit_tests/pipeline_parallel/test_schedules.py'
+# call what Megatron's own function is made of, or no function that runs passes
+OF_ITS_OWN = ('test_schedule_enables_grad_sync_on_first_stage', 'test_get_pipeline_parallel_order')
+
+
+def nvidias_tests() -> list[str]:
+    """The names of NVIDIA's tests in the checkout; none where there is none."""
+    path = Path(CHECKOUT or '', FILE)
+    if not CHECKOUT or not path.exists():
+        return []
+    tree = ast.parse(path.read_text())
+    named = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return [name for name in named if name.startswith('test_') and name not in OF_ITS_OWN]
+
+
+def schedule(test: str) -> str:
+    """Ours that does what the test is about."""
+    chunks = test.endswith('interleaving') or 'with_interleaving' in test
+    return 'whole_groups:interleaved' if chunks else '1f1b'
+
+
+@pytest.fixture(scope='module')
+def statuses() -> dict[str, list[int]]:
+    """Exit codes of pytest on the ranks of each test."""
+    pytest.importorskip('pytest_mock')
+    wanted = [f'{FILE}::{test}={schedule(test)}' for test in nvidias_tests()]
+    done = run([sys.executable, SUPPORT / 'nvidia_unit_tests.py', CHECKOUT, *wanted], timeout=1500)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["tests/')]
+    print(done.stdout, done.stderr)
+    return {test.partition('::')[2]: codes for test, codes in found}
+
+
+@pytest.mark.skipif(
+    not nvidias_tests(), reason='needs a checkout of Megatron-LM: MEGATRON_LM names it'
+)
+@pytest.mark.timeout(1800)
+@supports("NVIDIA's own unit tests of its schedules", '1f1b interleaved', PASSES)
+@pytest.mark.parametrize('test', nvidias_tests() or ['none'])
+def test_passes(statuses, test, record_property):
+    record_property('megatron', release())
+    assert statuses[test] == [0] * 8

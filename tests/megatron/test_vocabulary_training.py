@@ -367,8 +367,8 @@ SAID = {
 def layer_of_its_own(argv):
     """Runs on each of two ranks: what is said where the last one has an output layer of its own."""
     import pretrain_gpt as script
-    from blocking_head import Head
     from megatron.core.tensor_parallel import ColumnParallelLinear
+    from test_vocabulary_oracle import Head
 
     class Capped(ColumnParallelLinear):
         pass

@@ -2,9 +2,9 @@
 
 @supports('multi-token prediction, depth {depth}')
 @grid(depth=(1, 2), schedule=('zb-h1', 'zb-v'))
-def test_identical_to_megatron(ranks, depth, schedule): ...
+def test_multi_token_prediction(ranks, depth, schedule): ...
 
-python -m pytest tests/megatron/test_mtp.py --record-support
+python -m pytest tests/megatron/test_todays_models.py --record-support
 python scripts/support_page.py > docs/support.md
 """
 
