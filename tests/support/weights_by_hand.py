@@ -10,7 +10,7 @@ from unittest import mock
 
 import stock
 import torch
-from example import MODEL, forget_groups
+from example import MODEL, program
 from models import Job, replacements
 
 import megatron_zbpp
@@ -206,7 +206,7 @@ def with_w(stage: int, ahead: int, m: int, total: int) -> Iterator[Pass]:
         yield p._replace(kind=W) if p.kind == BW else p
 
 
-def replaced(script: Any, case: Case, optimizer: str) -> Iterator[tuple[Any, str, Any]]:
+def replaced(case: Case, optimizer: str, script: Any) -> Iterator[tuple[Any, str, Any]]:
     """(owner, name, what it is to be)."""
     yield from replacements(script, case.job) if case.job else ()
     made = {'OptimizerConfig': {'optimizer': optimizer}}
@@ -219,6 +219,14 @@ def replaced(script: Any, case: Case, optimizer: str) -> Iterator[tuple[Any, str
         yield script, name, partial(changed, getattr(script, name), values)
     if case.split:
         yield orders, '_order', with_w
+    if case.method == 'wpipe':
+        parse = script.parse_args
+        yield script, 'parse_args', lambda argv: laid_out(parse(argv), case.p)
+
+
+def laid_out(args: Any, p: int) -> Any:
+    args.layout = megatron_zbpp.layout_for('wpipe', p, args.num_layers)
+    return args
 
 
 def changed(original: Callable, values: dict[str, Any], **given: Any) -> Any:
@@ -227,28 +235,18 @@ def changed(original: Callable, values: dict[str, Any], **given: Any) -> Any:
 
 def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
     """Runs on each rank; returns all that is left, and copies of weights; bytes as the log has."""
-    import pretrain_gpt as script
     import report
     from megatron.core import parallel_state
 
     argv, optimizer = without(argv, '--optimizer', 'adam')
     schedule = ['--pipeline-schedule', *(['megatron'] if by_hand else [case.method, *case.added])]
-    with ExitStack() as stack:
-        stack.callback(forget_groups)
-        told = stack.enter_context(told_mib())
-        args = script.parse_args([*argv, *schedule])
-        if case.method == 'wpipe':
-            args.layout = megatron_zbpp.layout_for('wpipe', case.p, args.num_layers)
-        plugin = script.enable(args, stack)
-        for owner, name, made in replaced(script, case, optimizer):
-            stack.enter_context(mock.patch.object(owner, name, made))
-        script.initialize(args)
-        models = script.build_model(args)
-        stepping, scheduler = script.build_optimizer(args, models)
-        dataset = script.build_datasets(args)[0]
+    patches = partial(replaced, case, optimizer)
+    with told_mib() as told, program([*argv, *schedule], patches) as at:
+        args, plugin, models, (stepping, scheduler) = at.args, at.plugin, at.models, at.stepping
+        dataset = at.script.build_datasets(args)[0]
         if by_hand and case.clips_by_stage:
             clip_by_stage(stepping, args.use_distributed_optimizer)
-        data, held_out = (script.iterators(args, dataset, at) for at in (0, 100))
+        data, held_out = (at.script.iterators(args, dataset, first) for first in (0, 100))
         stage = parallel_state.get_pipeline_model_parallel_rank()
         by = {'pipemare': PipeMare, 'wpipe': ByChunk}.get(case.method, ByHand)
         hand = by(case.method, case.p, case.m, stage, models)
@@ -256,7 +254,7 @@ def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
         for iteration in range(args.train_iters):
             if case.evaluates and iteration == 3:
                 with evaluation(models):
-                    losses.append(script.run_batch(args, models, held_out, forward_only=True))
+                    losses.append(at.batch(held_out, forward_only=True))
             for model in models:
                 model.zero_grad_buffer()
             stepping.zero_grad()
@@ -264,7 +262,7 @@ def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
             if puts:
                 hand.keep()
             with hand.batch() if puts else ExitStack():
-                losses.append(script.run_batch(args, models, data))
+                losses.append(at.batch(data))
             losses.append(logged_by_routers())
             late.append(plugin is not None and endless_of(plugin).unfinished)
             with hand.rates(stepping, scheduler.num_steps) if puts else ExitStack():
