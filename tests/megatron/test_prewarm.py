@@ -200,27 +200,6 @@ def test_all_ranks_begin_at_once(ranks, data):
     assert [False] in ranks(4).run(first_calls, argv, False, 1), 'that nothing is prepared is seen'
 
 
-def failing_first(argv):
-    """Trains on each rank with a chunk that fails when it first runs; returns the error."""
-
-    def forward_step(*given):
-        raise ZeroDivisionError('a kernel that is not there')
-
-    step = mock.patch('pretrain_gpt.forward_step', forward_step)
-    try:
-        with program([*argv, *PREPARING]) as at, step:
-            at.batch()
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_failing_inside(ranks, data):
-    argv = words(data, 'zb-v')
-    for said in ranks(2).run(failing_first, argv):
-        assert 'ZeroDivisionError: a kernel that is not there' in said
-        assert '--no-pipeline-prewarm' in said
-
-
 UNLUCKY = """
 import os
 import sys

@@ -1,6 +1,5 @@
 """Trains by an asynchronous schedule, and by Megatron's own 1F1B on weights put in by hand."""
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import stock
 import torch
 from example import MODEL, program
 from models import Job, replacements
+from outcome import logged
 
 import megatron_zbpp
 from megatron_zbpp.ir import BW, B, Pass, W
@@ -24,8 +24,6 @@ orders_of = orders._order
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained."""
-
     method: str  # an asynchronous schedule
     p: int  # ranks of the pipeline, and microbatches of a call
     m: int
@@ -57,7 +55,6 @@ class Case:
         return untied and not waits
 
     def argv(self, data: Any) -> list[str]:
-        """Of the example, but for the schedule."""
         argv = [*MODEL, '--num-layers', 2 * self.p, '--data-path', data, '--log-interval', 1000]
         argv += ['--pipeline-model-parallel-size', self.p]
         argv += ['--global-batch-size', self.m * self.replicas]
@@ -241,7 +238,8 @@ def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
     argv, optimizer = without(argv, '--optimizer', 'adam')
     schedule = ['--pipeline-schedule', *(['megatron'] if by_hand else [case.method, *case.added])]
     patches = partial(replaced, case, optimizer)
-    with told_mib() as told, program([*argv, *schedule], patches) as at:
+    copies = logged('megatron_zbpp.job', 'copies of weights')
+    with copies as told, program([*argv, *schedule], patches) as at:
         args, plugin, models, (stepping, scheduler) = at.args, at.plugin, at.models, at.stepping
         dataset = at.script.build_datasets(args)[0]
         if by_hand and case.clips_by_stage:
@@ -276,7 +274,8 @@ def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
             plugin.finish_step()
         left = report.fingerprint(report.by_layer(models), stepping)
         most = None if plugin is None else copies_of(endless_of(plugin).versions)
-        return losses, norms, left, most, stage, late, told
+        mib = [number for _, numbers in told for number in numbers]
+        return losses, norms, left, most, stage, late, mib
 
 
 def endless_of(plugin: Any) -> Any:
@@ -324,24 +323,6 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 @contextmanager
-def told_mib() -> Iterator[list[float]]:
-    """Gives MiB of copies of weights that the log has on the first rank."""
-    found: list[float] = []
-    handler = logging.Handler()
-
-    def emit(record: logging.LogRecord) -> None:
-        arguments: Any = record.args
-        if 'copies of weights' in str(record.msg):
-            found.extend(arguments)
-
-    handler.emit = emit
-    log = logging.getLogger('megatron_zbpp.job')
-    log.addHandler(handler)
-    yield found
-    log.removeHandler(handler)
-
-
-@contextmanager
 def evaluation(models: list) -> Iterator[None]:
     """Let models evaluate: without dropout, whose random states would differ."""
     for model in models:
@@ -363,7 +344,6 @@ def clip_by_stage(stepping: Any, sharded: bool) -> None:
 
 
 def trained(ranks: Callable, data: Any, case: Case, by_hand: bool) -> list[tuple]:
-    """What each rank is left with."""
     given = train, case, by_hand, case.argv(data)
     return stock.trained(ranks(case.size), *given, kept=by_hand)
 
