@@ -186,14 +186,8 @@ def numbers(texts):
 @pytest.mark.parametrize(
     ('family', 'p', 'more', 'change', 'message'),
     [
-        (
-            'chimera',
-            4,
-            [],
-            'nothing',
-            'data-parallel size 1 is wrong because chimera runs on pairs of',
-        ),
-        ('gems', 2, ['--overlap-grad-reduce'], 'nothing', 'drop overlap_grad_reduce, or take'),
+        ('chimera', 4, [], '', 'data-parallel size 1 is wrong because chimera runs on pairs of'),
+        ('gems', 2, ['--overlap-grad-reduce'], '', 'drop overlap_grad_reduce, or take chimera'),
         ('chimera', 2, [], 'never asked', 'this loop never asked whose: take megatron_zbpp.data_'),
         ('chimera', 2, [], 'another numbering', 'numbered replica by replica: drop --use-tp-pp-dp'),
     ],
@@ -259,7 +253,7 @@ def changed(change, argv, metrics):
         return dist.get_process_group_ranks(group)[first : first + copies]
 
     place, name, new = {
-        'nothing': (schedules, 'forward_step', step),
+        '': (schedules, 'forward_step', step),
         'never asked': (pretrain_gpt, 'megatron_zbpp', fake),
         'another numbering': (parallel_state, initialize, order),
         'group': (two_way, '_pair', neighbours),

@@ -6,7 +6,6 @@ other data, quantization, resilience): what it imports of that and nobody calls 
 
 import importlib.util
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader
@@ -16,9 +15,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import pytest
 import wheels
-from once import made_once, reason
+from once import made_once
 from supported import absent
 
 VERSION = '0.6.2'
@@ -40,12 +38,9 @@ def folder() -> Path:
         absent(f'Megatron-Bridge {VERSION} is for later releases, which need Python 3.12')
 
     def download(part: Path) -> None:
-        command = [sys.executable, '-m', 'pip', 'install', '--quiet', '--no-deps', '--retries', '1']
-        wanted = ['--no-compile', '--target', part, f'megatron-bridge=={VERSION}']
-        wanted += ['--requirement', _REQUIREMENTS]
-        done = subprocess.run([*command, *wanted], capture_output=True, text=True, timeout=280)
-        if done.returncode:
-            pytest.skip(f'megatron-bridge {VERSION} cannot be installed: {reason(done.stderr)}')
+        wanted = [f'megatron-bridge=={VERSION}', '--requirement', _REQUIREMENTS]
+        options = '--quiet --no-deps --retries 1 --no-compile --target'.split()
+        wheels.pip(f'megatron-bridge {VERSION}', 'install', *options, part, *wanted)
 
     return made_once(Path(sys.prefix) / 'megatron_bridge' / VERSION, download)
 
