@@ -32,6 +32,16 @@ def words(data: Path, schedule: str, *more: Any, p: int = 2, layers: int = 4, m:
     return list(map(str, [*argv, *more]))
 
 
+def prepare_on_first(prefix: Path) -> None:
+    """Runs on each rank: a small data set of real text is there behind it."""
+    import prepare_data
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        prepare_data.prepare(prefix, max_bytes=500_000)
+    dist.barrier()
+
+
 @dataclass(frozen=True)
 class Run:
     """What a training run left: exact, so that two can be compared with ==."""

@@ -19,16 +19,13 @@ from typing import Any, NamedTuple
 import pytest
 from grids import covering
 from models import Job, check
-from supported import supports
-from words import worded
+from supported import supports, worded
 
 from megatron_zbpp.ir import Schedule
 
 
 @dataclass(frozen=True)
 class Training:
-    """A case of a row."""
-
     row: str  # the feature of all cases of the row, unfilled
     job: Job
     schedule: str  # a name, with +post-validation if optimizer steps are to be validated later

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import nvidia
 import pytest
-from words import worded
+from paths import SUPPORT
 
 from scripts.support_page import ABSENT, RECORDS, Record, read
 
@@ -26,6 +26,16 @@ TOLERANCE = 'within tolerance'
 WAITS = 'waits'
 PASSES = 'passes'
 _LACKS = 'not in this Megatron: '
+# by parameter and value
+_WORDS = dict(re.findall(r'^(\w+ .+): (.+)$', (SUPPORT / 'words.txt').read_text(), re.M))
+
+
+def worded(params: dict[str, Any]) -> dict[str, Any]:
+    """Return a test's parameters by name, each in the words of the page where it has some."""
+    return {
+        name: _WORDS.get(f'{name} {value}', value) if isinstance(value, str | None) else value
+        for name, value in params.items()
+    }
 
 
 def supports(
