@@ -53,9 +53,8 @@ class Run:
     optimizer: dict[str, str]
 
     @classmethod
-    def read(cls, metrics: Path) -> Run:
-        """Of the example's metrics, without times."""
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    def of(cls, lines: list[dict[str, Any]]) -> Run:
+        """Of lines of the example's metrics."""
         steps = [line for line in lines if 'loss' in line]
         return cls(
             tuple(line['loss'] for line in steps),
@@ -213,10 +212,8 @@ def logged(train: Callable, *args: Any) -> tuple[Any, list[dict[str, Any]]]:
 
 def measured(argv: list[str]) -> Run | None:
     """Runs on each rank: `train`; what it left, on the rank that reports."""
-    with TemporaryDirectory() as folder:
-        metrics = Path(folder, 'metrics.jsonl')
-        train(argv, metrics)
-        return Run.read(metrics) if metrics.exists() else None
+    _, lines = logged(train, argv)
+    return Run.of(lines) if lines else None
 
 
 def run(ranks: Ranks, *argv: str | int | Path) -> Run:
