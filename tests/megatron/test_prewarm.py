@@ -172,23 +172,19 @@ def first_calls(argv, prewarm, seconds):
     store, met = dist.distributed_c10d._get_default_store(), []
     name = f'first calls {prewarm}'
 
-    def meeting(original):
-        def forward_step(*given):
-            if not met:
-                store.add(name, 1)
-                store.set(f'{name} {dist.get_rank()}', '')
-                others = [f'{name} {rank}' for rank in range(dist.get_world_size())]
-                try:
-                    store.wait(others, timedelta(seconds=seconds))
-                    met.append(True)
-                except dist.DistStoreError:
-                    met.append(False)
-            return original(*given)
+    def meet(*_):
+        if not met:
+            store.add(name, 1)
+            store.set(f'{name} {dist.get_rank()}', '')
+            others = [f'{name} {rank}' for rank in range(dist.get_world_size())]
+            try:
+                store.wait(others, timedelta(seconds=seconds))
+                met.append(True)
+            except dist.DistStoreError:
+                met.append(False)
 
-        return forward_step
-
-    step = mock.patch.object(pretrain_gpt, 'forward_step', meeting(pretrain_gpt.forward_step))
-    with program([*argv, *(PREPARING if prewarm else UNWATCHED)]) as at, step:
+    meeting = events.before((pretrain_gpt, 'forward_step', meet))
+    with program([*argv, *(PREPARING if prewarm else UNWATCHED)]) as at, meeting:
         at.batch()
     return met
 
@@ -273,21 +269,18 @@ def interrupted(argv, interrupts):
     from megatron_zbpp.mcore.side_effects import random_states, same_states
 
     said, done = [], []
-    original, step = WeightGradStore.run, pretrain_gpt.forward_step
 
-    def drawing_step(*given):
+    def draw(*_):
         random.random()
         np.random.random()
-        return step(*given)
 
     def drawn():
         return random.getstate(), str(np.random.get_state())
 
-    def weights(*given):
+    def interrupt(*_):
         done.append(None)
         if interrupts and len(done) == 2:
             raise KeyboardInterrupt
-        return original(*given)
 
     with program([*argv, *PREPARING]) as at:
         parameters = [p for model in at.models for p in model.parameters()]
@@ -296,10 +289,8 @@ def interrupted(argv, interrupts):
         def batch():
             return at.batch(pretrain_gpt.iterators(at.args, dataset, 0))
 
-        with (
-            mock.patch.object(WeightGradStore, 'run', weights),
-            mock.patch.object(pretrain_gpt, 'forward_step', drawing_step),
-        ):
+        drawing = pretrain_gpt, 'forward_step', draw
+        with events.before(drawing, (WeightGradStore, 'run', interrupt)):
             before, others = random_states(), drawn()
             try:
                 losses = [batch()]

@@ -230,7 +230,6 @@ def with_own_backward(original):
 
 
 def with_own_gradient(original):
-    """In the loss function."""
 
     def forward_step(*args):
         def loss(losses):

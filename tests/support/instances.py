@@ -12,8 +12,6 @@ from megatron_zbpp import Device, Devices, Layer, Layers, Placement
 
 @dataclass(frozen=True)
 class Instance:
-    """A question, and its answers."""
-
     layers: Layers  # of the case
     devices: Devices | int
     m: int

@@ -88,7 +88,6 @@ def row(
     full: bool = False,
     **fields: Any,
 ) -> Row:
-    """Return a row of `trains`."""
     return Row(feature, schedules, when, full, fields)
 
 
