@@ -3,10 +3,10 @@ tests/unit_tests/pipeline_parallel/test_schedules.py, with the same shapes of in
 themselves, where MEGATRON_LM names a checkout."""
 
 import ast
-import contextlib
 import io
 import json
 import sys
+from contextlib import contextmanager, redirect_stderr
 from functools import partial
 from pathlib import Path
 
@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import run
-from example import forget_groups
+from example import groups
 from nvidia import CHECKOUT, release
+from outcome import error_of
 from paths import SUPPORT
 from supported import PASSES, supports
 
@@ -25,13 +26,11 @@ SEQUENCE, MICRO_BATCH, HIDDEN = 512, 8, 256
 MICROBATCHES = 8
 
 
+@contextmanager
 def pipeline(tp, pp, chunks, layers):
     """Chunks of a model that Megatron has no class for, and what its schedules are called with."""
     from megatron.core import ModelParallelConfig, parallel_state
 
-    parallel_state.initialize_model_parallel(
-        tp, pp, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None
-    )
     config = ModelParallelConfig(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
@@ -41,19 +40,19 @@ def pipeline(tp, pp, chunks, layers):
         batch_p2p_comm=chunks == 1,
     )
     config.hidden_size = HIDDEN
-    rank = parallel_state.get_pipeline_model_parallel_rank()
     models = []
-    for chunk in range(chunks):
-        torch.manual_seed(chunk * pp + rank)
-        model = layers()
-        model.config, model.model_type = config, 'unit-test'
-        model.set_input_tensor = lambda received, model=model: setattr(model, 'received', received)
-        models.append(model)
-    many = {'model': models, 'data_iterator': [iter(range(100)) for _ in models]}
-    return models, many if chunks > 1 else {'model': models, 'data_iterator': iter(range(100))}
+    with groups(tp, pp, chunks):
+        for chunk in range(chunks):
+            torch.manual_seed(chunk * pp + parallel_state.get_pipeline_model_parallel_rank())
+            model = layers()
+            model.config, model.model_type = config, 'unit-test'
+            model.set_input_tensor = partial(setattr, model, 'received')
+            models.append(model)
+        data = [iter(range(100)) for _ in models]
+        yield models, {'model': models, 'data_iterator': data if chunks > 1 else data[0]}
 
 
-def groups(config):
+def groups_of(config):
     """Explicit process groups, as a program passes them that keeps its own."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -83,9 +82,6 @@ def by_both(schedule, run):
 
 def evaluated(schedule, tp, pp, chunks, given):
     """Results where the loss function returns numbers, by both."""
-    models, arguments = pipeline(tp, pp, chunks, lambda: torch.nn.Linear(4, 1))
-    if given:
-        arguments |= groups(models[0].config)
 
     def forward_step(data_iterator, model):
         def loss_func(output):
@@ -93,10 +89,9 @@ def evaluated(schedule, tp, pp, chunks, given):
 
         return torch.rand(SEQUENCE, MICRO_BATCH, HIDDEN), loss_func
 
-    try:
+    with pipeline(tp, pp, chunks, lambda: torch.nn.Linear(4, 1)) as (models, arguments):
+        arguments |= groups_of(models[0].config) if given else {}
         return by_both(schedule, partial(call, forward_step, arguments, forward_only=True))
-    finally:
-        forget_groups()
 
 
 @pytest.mark.parametrize(
@@ -121,7 +116,6 @@ def trained(schedule, chunks):
     def layers():
         return torch.nn.Sequential(torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.Tanh())
 
-    models, arguments = pipeline(1, 2, chunks, layers)
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(4, 2, HIDDEN, generator=generator) for _ in range(MICROBATCHES)]
 
@@ -138,13 +132,11 @@ def trained(schedule, chunks):
         losses = call(forward_step, arguments, function, (4, 2))
         return losses, [p.grad.clone() for model in models for p in model.parameters()]
 
-    # Megatron's own functions ask any config for it when they train
-    models[0].config.fine_grained_activation_offloading = False
-    try:
-        with contextlib.redirect_stderr(io.StringIO()) as said:
+    with pipeline(1, 2, chunks, layers) as (models, arguments):
+        # Megatron's own functions ask any config for it when they train
+        models[0].config.fine_grained_activation_offloading = False
+        with redirect_stderr(io.StringIO()) as said:
             (losses, gradients), (our_losses, ours) = by_both(schedule, run)
-    finally:
-        forget_groups()
     same = all(map(torch.equal, gradients, ours)) and len(gradients) == len(ours)
     told = 'no layer left its weight gradient to a W pass' in said.getvalue()
     return losses == our_losses, same, len(losses), all(g.any() for g in gradients), told
@@ -162,21 +154,15 @@ def starved():
     """What is raised in an evaluation whose last rank has data for all microbatches but one."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    _, arguments = pipeline(1, 2, 1, lambda: torch.nn.Linear(4, 1))
-    arguments['data_iterator'] = [iter(range(MICROBATCHES - dist.get_rank()))]
-
     def forward_step(data_iterator, model):
         next(data_iterator)
         return torch.rand(SEQUENCE, MICRO_BATCH, HIDDEN), lambda output: (1, {})
 
-    try:
+    with pipeline(1, 2, 1, lambda: torch.nn.Linear(4, 1)) as (_, arguments):
+        arguments['data_iterator'] = [iter(range(MICROBATCHES - dist.get_rank()))]
         with megatron_zbpp.enable('zb-h1'):
-            call(forward_step, arguments, get_forward_backward_func(), forward_only=True)
-    except StopIteration as error:
-        return str(error)
-    finally:
-        forget_groups()
-    return None
+            function = get_forward_backward_func()
+            return error_of(call, forward_step, arguments, function, forward_only=True)
 
 
 def test_data_that_end(ranks):

@@ -1,12 +1,12 @@
 """What is refused by a script before it starts, when a model is built, or first called."""
 
 import re
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from example import forget_groups, small_config
+from example import groups, small_config
 from models import Job, train
 from nvidia import COMMON, SCRIPT, known, launch, needs_training
 from outcome import error_of, of_all, refusal
@@ -23,21 +23,6 @@ from megatron_zbpp.mcore.layout import require_placed
 from megatron_zbpp.mcore.options import ARGUMENTS
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import BY_FLAG, Settings
-
-
-@contextmanager
-def two_ranks(chunks):
-    """Megatron's groups of a pipeline on two ranks, and its random states."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    virtual = {'virtual_pipeline_model_parallel_size': chunks} if chunks > 1 else {}
-    try:
-        parallel_state.initialize_model_parallel(1, 2, **virtual)
-        model_parallel_cuda_manual_seed(1)
-        yield
-    finally:
-        forget_groups()
 
 
 def hybrid_model(schedule, chunks):
@@ -63,7 +48,7 @@ def hybrid_model(schedule, chunks):
             return None
     layers = Submodules(attention_layer=get_gpt_layer_local_spec())
     numbers = []
-    with megatron_zbpp.enable(schedule), two_ranks(chunks):
+    with megatron_zbpp.enable(schedule), groups(1, 2, chunks):
         config = small_config(2 * chunks, p=2, chunks=chunks)
         for chunk in range(chunks):
             more = own if chunks == 1 else own | {'vp_stage': chunk}
@@ -103,7 +88,7 @@ def mesh_of_fsdp():
     from megatron.core import parallel_state
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter as fsdp
 
-    with two_ranks(1):
+    with groups(1, 2):
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         tensors = parallel_state.get_tensor_model_parallel_group()
         return error_of(fsdp._get_dp_tp_mesh, replicas, tensors)
@@ -129,7 +114,7 @@ def not_laid_out(schedule, late):
         with megatron_zbpp.enable(schedule) as plugin:
             require_placed(model, plugin.session.programs.placement(2))
 
-    with two_ranks(2):
+    with groups(1, 2, 2):
         return error_of(build)
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from example import forget_groups
+from example import groups
 from nvidia import EARLY, needs_training, run
 from outcome import error_of
 from test_frozen import adapted
@@ -32,15 +32,10 @@ MEASURED = 15  # of those, after which times are known
 @contextmanager
 def emulated(schedule, name, times, **options):
     """A runner of a schedule's passes, which take so long."""
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=schedule.num_ranks)
-    try:
+    with groups(pp=schedule.num_ranks):
         runner = ZbppRunner(schedule, name, EmulatedModel(Times(*times)), **options)
         with runner.ready():
             yield runner
-    finally:
-        forget_groups()
 
 
 def trained(name, early):

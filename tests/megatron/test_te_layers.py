@@ -6,7 +6,7 @@ import contextlib
 import pytest
 import torch
 from defined import Seen, watch
-from example import forget_groups
+from example import forget_groups, groups
 from gpu import CUDA
 from grids import grid
 
@@ -277,15 +277,12 @@ def parallel(dtype):
 
     if parallel_state.model_parallel_is_initialized():
         forget_groups()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     found = {}
-    try:
+    with groups(tp=2):
         for kind in PARALLEL:
             (whole, _), (split, held) = (parallel_gradients(s, kind, dtype) for s in (False, True))
             assert whole.keys() == split.keys()
             found[kind] = [n for n in whole if not torch.equal(whole[n], split[n])], held
-    finally:
-        forget_groups()
     return found
 
 

@@ -200,6 +200,21 @@ def forget_groups() -> None:
     let_go()
 
 
+@contextmanager
+def groups(tp: int = 1, pp: int = 1, chunks: int = 1) -> Iterator[None]:
+    """Megatron's process groups for a while, and the random states that its layers draw from."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    virtual = {'virtual_pipeline_model_parallel_size': chunks} if chunks > 1 else {}
+    try:
+        parallel_state.initialize_model_parallel(tp, pp, **virtual)
+        model_parallel_cuda_manual_seed(1)
+        yield
+    finally:
+        forget_groups()
+
+
 def logged(train: Callable, *args: Any) -> tuple[Any, list[dict[str, Any]]]:
     """Runs on each rank: `train(*args, metrics=file)`; its result, and lines of the file."""
     with TemporaryDirectory() as folder:
