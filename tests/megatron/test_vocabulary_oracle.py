@@ -1,12 +1,8 @@
-"""Blocking S has the bits of Megatron's tensor-parallel head, and S and T are close to it."""
+"""S and T over the ranks of a pipeline are close to Megatron's tensor-parallel head over them."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +10,6 @@ import torch.distributed as dist
 from example import forget_groups
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import ColumnParallelLinear, cross_entropy
 from megatron.core.transformer import TransformerConfig
 from models import Job
 
@@ -41,18 +36,14 @@ class Head(NamedTuple):
         """Return those of this rank's shard."""
         return self.weight.chunk(group.size())[group.rank()]
 
-    def config(self, **more: Any) -> TransformerConfig:
-        """Return Megatron's."""
-        size, dtype = self.weight.size(1), self.weight.dtype
-        bf16 = {'bf16': True} if dtype is torch.bfloat16 else {}
-        fields = {'num_layers': 4, 'hidden_size': size, 'num_attention_heads': 4} | bf16
-        return TransformerConfig(**fields, params_dtype=dtype, pipeline_dtype=dtype, **more)
-
     def model(self, last: bool, **more: Any) -> GPTModel:
         """Return the GPT, or the part of a rank, the `last` or not; weights are as drawn."""
-        words, tokens = len(self.weight), self.labels.size(1)
-        spec, first = get_gpt_layer_local_spec(), not more.get('pipeline_model_parallel_size')
-        return GPTModel(self.config(**more), spec, words, tokens, first, last)
+        (words, size), dtype = self.weight.shape, self.weight.dtype
+        fields = {'num_layers': 4, 'hidden_size': size, 'num_attention_heads': 4}
+        fields |= {'bf16': dtype is torch.bfloat16, 'params_dtype': dtype, 'pipeline_dtype': dtype}
+        first = not more.get('pipeline_model_parallel_size')
+        config, tokens = TransformerConfig(**fields, **more), self.labels.size(1)
+        return GPTModel(config, get_gpt_layer_local_spec(), words, tokens, first, last)
 
 
 class Found(NamedTuple):
@@ -65,28 +56,10 @@ class Found(NamedTuple):
     exact: torch.Tensor
 
 
-def blocking(head: Head, group: dist.ProcessGroup) -> Found:
-    """Return what comes of a microbatch over the ranks of a group: a collective."""
-    words, size = head.weight.shape
-    config = head.config()
-    layer = ColumnParallelLinear(
-        size, words, config=config, init_method=config.init_method, bias=False, tp_group=group
-    )
-    with _loss_over(group) as loss:
-
-        def of_labels(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-            return loss(logits, labels.t().contiguous()).t()
-
-        return _trained(head, layer, group, of_labels)
-
-
 def of_tensor_parallelism(head: Head, group: dist.ProcessGroup) -> Found:
-    """Return the same of a whole model's head; the group is Megatron's tensor-parallel one."""
+    """Return what comes of a microbatch by Megatron's own tensor-parallel head, on its group."""
     model = head.model(last=True, tensor_model_parallel_size=group.size())
-    return _trained(head, model.output_layer, group, model.compute_language_model_loss)
-
-
-def _trained(head: Head, layer: Any, group: dist.ProcessGroup, loss: Callable) -> Found:
+    layer = model.output_layer
     with torch.no_grad():
         layer.weight.copy_(head.rows(group))
     hidden = head.hidden.clone().requires_grad_()
@@ -95,38 +68,18 @@ def _trained(head: Head, layer: Any, group: dist.ProcessGroup, loss: Callable) -
     dist.all_gather(words, logits.detach(), group=group)
     whole = torch.cat(words, -1).float().transpose(0, 1)
     exact = whole.amax(-1), whole.gather(-1, head.labels[..., None])[..., 0]
-    losses = loss(head.labels, logits)
+    losses = model.compute_language_model_loss(head.labels, logits)
     (losses * head.weights).sum().backward()
     return Found(losses.detach(), hidden.grad, layer.weight.grad, torch.stack(exact))
-
-
-@contextmanager
-def _loss_over(group: dist.ProcessGroup) -> Iterator[Callable]:
-    """Yield Megatron's loss of logits whose words the ranks of a group share out.
-
-    Until 0.18 it asks for the tensor-parallel group, whoever calls it.
-    """
-    loss = cross_entropy.vocab_parallel_cross_entropy
-    if 'tp_group' in inspect.signature(loss).parameters:
-        yield lambda logits, targets: loss(logits, targets, tp_group=group)
-        return
-    asked = {'group': group, 'rank': group.rank(), 'world_size': group.size()}
-    with ExitStack() as stack:
-        for name, found in asked.items():
-            name = f'get_tensor_model_parallel_{name}'
-            fake = mock.patch.object(cross_entropy, name, lambda found=found: found)
-            stack.enter_context(fake)
-        yield loss
 
 
 RANKS = 4
 TYPES = torch.float32, torch.bfloat16
 
 
-def three(pipeline, tensor):
-    """Runs on a rank: by type, blocking S over the pipeline's ranks, S and T, and Megatron's head.
-    That is of tensor parallelism over the same ranks. All have the same weights and hidden
-    states."""
+def both(pipeline, tensor):
+    """Runs on a rank: by type, S and T over the ranks of a pipeline, and Megatron's head over the
+    same ranks. Both have the same weights and hidden states."""
     import pretrain_gpt as script
     from megatron.core import parallel_state
 
@@ -134,13 +87,11 @@ def three(pipeline, tensor):
     try:
         script.initialize(script.parse_args(pipeline))
         group = parallel_state.get_pipeline_model_parallel_group()
-        found = {
-            t: (blocking(head, group), in_two_passes(head, group)) for t, head in heads.items()
-        }
+        found = {dtype: in_two_passes(head, group) for dtype, head in heads.items()}
         forget_groups()
         script.initialize(script.parse_args(tensor))
         group = parallel_state.get_tensor_model_parallel_group()
-        return {t: (*found[t], of_tensor_parallelism(each, group)) for t, each in heads.items()}
+        return {t: (found[t], of_tensor_parallelism(head, group)) for t, head in heads.items()}
     finally:
         forget_groups()
 
@@ -172,21 +123,11 @@ def in_two_passes(head, group):
 
 @pytest.fixture(scope='module')
 def found(ranks, data):
-    """Results of `three`."""
+    """Results of `both`."""
     sizes = {'pp': RANKS}, {'pp': 1, 'tp': RANKS}
     return ranks(RANKS).run(
-        three, *(Job(layers=1, **each).argv('megatron', False, data) for each in sizes)
+        both, *(Job(layers=1, **each).argv('megatron', False, data) for each in sizes)
     )
-
-
-@pytest.mark.parametrize('dtype', TYPES)
-def test_blocking_s_has_the_bits_of_tensor_parallelism(found, dtype):
-    for of_rank in found:
-        blocking, _, stock = of_rank[dtype]
-        for name, ours in blocking._asdict().items():
-            theirs = getattr(stock, name)
-            assert theirs.abs().max() > 1
-            assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), name
 
 
 # shares of the largest value. A shard divides by its own sum and alpha corrects that: the same sums
@@ -198,12 +139,13 @@ NEAR = {
 
 
 @pytest.mark.parametrize('dtype', TYPES)
-def test_s_and_t_are_close_to_blocking_s(found, dtype):
+def test_s_and_t_are_close_to_tensor_parallelism(found, dtype):
     """To the bit are the logits that enter sums: the largest ones, and those of targets."""
     for of_rank in found:
-        blocking, shards, _ = of_rank[dtype]
-        assert torch.equal(shards.exact, blocking.exact)
+        shards, stock = of_rank[dtype]
+        assert torch.equal(shards.exact, stock.exact)
         for name, share in NEAR[dtype].items():
-            ours, oracle = (getattr(each, name) for each in (shards, blocking))
-            assert ours.dtype == oracle.dtype
-            assert (ours - oracle).abs().max() <= share * oracle.abs().max(), name
+            ours, theirs = (getattr(each, name) for each in (shards, stock))
+            assert theirs.abs().max() > 1
+            assert ours.dtype == theirs.dtype
+            assert (ours - theirs).abs().max() <= share * theirs.abs().max(), name
