@@ -51,10 +51,19 @@ class BytesOfSlices(Bytes):
         return both + self._sum([t for t in buffers if t.data_ptr() not in seen]), graph
 
 
-def iteration(bytes_of, patches, argv):
+def iteration(bytes_of, patches, argv, schedule=None, **options):
     """One iteration on each rank: bytes before and after each pass; by stage, why bytes stay; and
     its schedule."""
-    with program(argv, patches) as at:
+
+    def replaced(script):
+        yield from patches(script)
+        yield script, 'enable', enable
+
+    def enable(args, stack):
+        plugin = megatron_zbpp.enable(schedule or args.pipeline_schedule, **options)
+        return stack.enter_context(plugin)
+
+    with program(argv, replaced) as at:
         data = at.optimizer and at.data
         parameters = [p for model in at.models for p in model.parameters()]
         held = bytes_of(at.plugin.session.store, parameters)
@@ -66,13 +75,8 @@ def iteration(bytes_of, patches, argv):
         stored = at.plugin.session.activations(torch.device('cpu'))
         stay = {stage: found.stayed for stage, found in stored.bytes.items()}
         sizes = at.args.pipeline_model_parallel_size, at.args.num_microbatches
-        schedule = at.plugin.session.programs.schedule(*sizes)
-        return dict(zip(record.passes, marks, strict=True)), stay, schedule
-
-
-def enabled_by(*given, **options):
-    """Of the example's script: `enable`, whatever its flags are."""
-    return lambda _, stack: stack.enter_context(megatron_zbpp.enable(*given, **options))
+        made = at.plugin.session.programs.schedule(*sizes)
+        return dict(zip(record.passes, marks, strict=True)), stay, made
 
 
 def iteration_of_slices(job, argv, schedule):
@@ -87,10 +91,9 @@ def iteration_of_slices(job, argv, schedule):
 
     def patches(script):
         yield from replacements(script, job)
-        yield script, 'enable', enabled_by(schedule)
         yield sliced, 'Kept', kept
 
-    return iteration(partial(BytesOfSlices, attending), patches, argv)
+    return iteration(partial(BytesOfSlices, attending), patches, argv, schedule)
 
 
 def trained(ranks, data, made, recompute=None):
@@ -192,15 +195,13 @@ def iteration_of_shards(argv, shared):
         return made, part
 
     def patches(script):
-        schedule = script.parse_args(argv).pipeline_schedule
         yield script, 'VOCABULARY', WORDS
         yield vocabulary, 'Shards', Known
         yield vocabulary.OutputShard, '_logits', noted
-        layer = {'vocab_parallel': 'output'} if shared else {}
-        yield script, 'enable', enabled_by(schedule, **layer)
         yield script, 'draw_weights', lambda *_: None
 
-    return iteration(partial(BytesOfShards, shards, parts), patches, argv)
+    layer = {'vocab_parallel': 'output'} if shared else {}
+    return iteration(partial(BytesOfShards, shards, parts), patches, argv, **layer)
 
 
 def planned(schedule, results):
