@@ -169,6 +169,12 @@ MTP = """--untie-embeddings-and-output-weights --position-embedding-type rope
     --clip-grad 1e9 --global-batch-size 6 --train-iters 3""".split()
 
 
+def mtp(te: list, p: int, depth: int, *more: object) -> list:
+    """Flags of a model of two layers a rank that predicts so many more tokens."""
+    sizes = ['--pipeline-model-parallel-size', p, '--num-layers', 2 * p, '--mtp-num-layers', depth]
+    return [*MTP, *te, *sizes, *more]
+
+
 def can_be_megatrons() -> bool:
     """On each rank: whether such a model is built without Transformer Engine: until 0.19."""
     from megatron.core.transformer import multi_token_prediction
@@ -212,9 +218,7 @@ def test_multi_token_prediction_from_scratch(layers):
 def test_multi_token_prediction(layers, tmp_path, depth, p, schedule):
     """From a checkpoint that Megatron's own 1F1B saved; its layout is that of one chunk a rank."""
     ranks, te = layers
-    flags = [*MTP, *te, '--pipeline-model-parallel-size', p, '--num-layers', 2 * p]
-    flags += ['--mtp-num-layers', depth]
-    _, stock = go_on(ranks(p), tmp_path, flags, by(schedule))
+    _, stock = go_on(ranks(p), tmp_path, mtp(te, p, depth), by(schedule))
     assert {'mtp', 'embedding'} <= stock.parameters.keys()
 
 
@@ -223,13 +227,9 @@ def test_multi_token_prediction(layers, tmp_path, depth, p, schedule):
 def test_post_validation(layers, tmp_path, schedule):
     """Losses of forwards that ran ahead are logged with their own iteration."""
     ranks, te = layers
-    flags = [*MTP, *te, '--pipeline-model-parallel-size', 2, '--num-layers', 4]
-    flags += ['--mtp-num-layers', 2, '--train-iters', 5]
-    ours, stock = go_on(
-        *(ranks(2), tmp_path, flags, by(f'{schedule}+post-validation')),
-        event=events.mtp_losses,
-        stock_event=events.mtp_losses,
-    )
+    flags, ours = mtp(te, 2, 2, '--train-iters', 5), by(f'{schedule}+post-validation')
+    logs = {'event': events.mtp_losses, 'stock_event': events.mtp_losses}
+    ours, stock = go_on(ranks(2), tmp_path, flags, ours, **logs)
     assert ours.reported[-1] == stock.reported[-1][1:]
     assert len({tuple(losses) for losses in stock.reported[-1]}) == 5, 'of the rank that has them'
 
@@ -240,8 +240,7 @@ def test_post_validation(layers, tmp_path, schedule):
 def test_dropout_seeds(layers):
     """From scratch; its layers have masks of their own, and those of its embedding go with them."""
     ranks, te = layers
-    flags = [*MTP, *te, '--pipeline-model-parallel-size', 2, '--num-layers', 4]
-    flags += ['--mtp-num-layers', 2, '--hidden-dropout', 0.1, '--attention-dropout', 0.1]
+    flags = mtp(te, 2, 2, '--hidden-dropout', 0.1, '--attention-dropout', 0.1)
     plain, seeded, ours = (
         run(ranks(2), *flags, *by(name), *more)
         for name, more in (('1f1b', []), ('1f1b', SEEDS), ('zb-v', SEEDS))
@@ -255,9 +254,8 @@ def test_dropout_seeds(layers):
 def test_a_stage_of_its_own(layers, tmp_path, depth):
     """Its message to the stage of the loss is longer than all others; it resumes as stock does."""
     ranks, te = layers
-    layout = ['--pipeline-model-parallel-layout', f'Etttt|tttt|{"m" * depth}|L', '--num-layers', 8]
-    flags = [*MTP, *te, *layout, '--pipeline-model-parallel-size', 4]
-    flags += ['--mtp-num-layers', depth]
+    layout = f'Etttt|tttt|{"m" * depth}|L'
+    flags = mtp(te, 4, depth, '--pipeline-model-parallel-layout', layout)
     saving = ['--save', tmp_path, '--save-interval', 1]
     stock = run(ranks(4), *flags, *saving)
     assert len(set(stock.losses.values())) == 3
@@ -276,7 +274,6 @@ def test_a_stage_of_its_own(layers, tmp_path, depth):
 )
 def test_a_stage_of_its_own_needs_a_loop(layers):
     ranks, te = layers
-    layout = ['--pipeline-model-parallel-layout', 'Ett|tt|m|L', '--num-layers', 4]
-    flags = [*MTP, *te, *layout, '--pipeline-model-parallel-size', 2, '--mtp-num-layers', 1]
+    flags = mtp(te, 2, 1, '--pipeline-model-parallel-layout', 'Ett|tt|m|L')
     with pytest.raises(RankError, match='before the stage of the loss'):
         run(ranks(2), *flags, *by('zb-v'))

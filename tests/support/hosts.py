@@ -42,10 +42,6 @@ class Host:
         )
         return done.stdout
 
-    def link(self, state: str) -> None:
-        """Puts its end of the link 'down', which cuts it for both, or 'up'."""
-        self.run('ip', 'link', 'set', _CARD, state)
-
     def processes(self, word: str) -> list[str]:
         """Command lines that run there with `word` in them."""
         space = os.readlink(f'/proc/{self.pid}/ns/pid')
