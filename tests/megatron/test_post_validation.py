@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from example import MODEL, forget_groups, logged, program
-from gpu import CUDA
 from grids import grid
 from injected import VALUES, Early, Event, train
 from nvidia import by
@@ -39,35 +38,23 @@ SETUPS = {
 }
 
 
-TE_SETUPS = {
-    'fp32': SETUPS['fp32'],
-    'fp16': SETUPS['fp16'],
-    'distributed, V': (4, 'zb-v', ['--bf16', '--use-distributed-optimizer'], ''),
-    'precision-aware': (4, 'zb-v', ['--bf16', '--use-distributed-optimizer'], 'precise'),
-    'SGD': (2, 'zb-h1', [], 'sgd'),
-}
-
-
 @pytest.fixture(scope='module')
 def compared(ranks, data):
     """Runs both ways; what post-validation did on each rank, once both are the same."""
 
-    def run(setup, happening, *more, **how):
-        return both_ways(ranks, data, SETUPS[setup], happening, *more, **how)
+    def run(setup, happening, *more, kept_bytes=KEPT_BYTES):
+        size, schedule, flags, variant = SETUPS[setup]
+        argv = [*MODEL, *COMMON, '--pipeline-schedule', schedule, '--data-path', data, *flags]
+        argv += ['--pipeline-model-parallel-size', 2, '--log-interval', 1000, *more]
+        given = train, list(map(str, argv)), happening
+        later, found = (
+            ranks(size).run(logged, *given, clean_steps, variant, kept_bytes)
+            for clean_steps in (0, 1)
+        )
+        assert found[-1][1] == later[-1][1] != []
+        return [early for early, _ in found]
 
     return run
-
-
-def both_ways(ranks, data, setup, happening, *more, train=train, kept_bytes=KEPT_BYTES):
-    size, schedule, flags, variant = setup
-    argv = [*MODEL, *COMMON, '--pipeline-schedule', schedule, '--data-path', data, *flags]
-    argv += ['--pipeline-model-parallel-size', 2, '--log-interval', 1000, *more]
-    given = train, list(map(str, argv)), happening
-    later, found = (
-        ranks(size).run(logged, *given, clean_steps, variant, kept_bytes) for clean_steps in (0, 1)
-    )
-    assert found[-1][1] == later[-1][1] and len(found[-1][1]) >= ITERATIONS
-    return [early for early, _ in found]
 
 
 @supports('steps validated later: {setup}', 'any+post-validation')
@@ -162,59 +149,3 @@ def test_no_weights_are_said_to_have_changed_in_the_next_turn(ranks, data):
     early, redone = zip(*found, strict=True)
     assert max(early) > TURN, 'in both turns'
     assert redone == (0, 0)
-
-
-HAPPENING = [Event(5, 1, 'large'), Event(6, 0, 'inf'), Event(8, 1, 'nan')]
-on_cpu = pytest.mark.skipif(CUDA, reason='test_te_models has it')
-
-
-def counted(*args, **metrics):
-    """As `train`, and how often TE's kernels of optimizers were called."""
-    from devtools.te import calls
-
-    before = calls.copy()
-    early = train(*args, **metrics)
-    return early, dict(calls - before)
-
-
-@pytest.mark.te
-@on_cpu
-@supports("steps validated later: Transformer Engine's, {setup}", 'any+post-validation')
-@grid(setup=tuple(TE_SETUPS), kept_bytes=(KEPT_BYTES, 0))
-def test_transformer_engines_early_steps(te_ranks, data, setup, kept_bytes):
-    """Of FusedAdam, Megatron's default where TE is: clipping, overflow and nonsense included."""
-    how = {'train': counted, 'kept_bytes': kept_bytes}
-    found = both_ways(te_ranks, data, TE_SETUPS[setup], HAPPENING, '--clip-grad', 10, **how)
-    early, called = zip(*found, strict=True)
-    assert any(rank.tried for rank in early)
-    own = {'SGD': 'multi_tensor_sgd', 'precision-aware': 'multi_tensor_adam_param_remainder'}
-    stepping = own.get(setup, 'multi_tensor_adam')
-    assert all({stepping, 'multi_tensor_l2norm'} <= names.keys() for names in called)
-
-
-@pytest.mark.te
-@on_cpu
-@pytest.mark.on_ranks(1)
-@pytest.mark.usefixtures('te_ranks')
-@pytest.mark.parametrize('master', [False, True], ids=['fp32', 'bf16'])
-def test_steps_as_torch(master):
-    """FusedAdam beside torch's AdamW, from one start."""
-    from transformer_engine.pytorch.optimizers import FusedAdam
-
-    torch.manual_seed(1)
-    dtype = torch.bfloat16 if master else torch.float32
-    ours = [torch.nn.Parameter(torch.randn(3, 4).to(dtype)) for _ in '123']
-    theirs = [torch.nn.Parameter(p.detach().float()) for p in ours]
-    settings = {'lr': 1e-2, 'betas': (0.9, 0.99), 'weight_decay': 0.1}
-    fused = FusedAdam(ours, **settings, master_weights=master)
-    plain = torch.optim.AdamW(theirs, **settings)
-    for _ in range(4):
-        for mine, own in zip(ours, theirs, strict=True):
-            mine.grad = torch.randn(3, 4).to(dtype)
-            own.grad = mine.grad.float()
-        fused.step()
-        plain.step()
-    for mine, own in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, own.to(dtype), rtol=1e-2 if master else 1e-5, atol=1e-6)
-        for name in ('exp_avg', 'exp_avg_sq'):
-            torch.testing.assert_close(fused.state[mine][name], plain.state[own][name])
