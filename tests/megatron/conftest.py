@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from example import prepare_on_first
 from ranks import Ranks
-from texts import prepare_on_first
 
 
 @pytest.fixture(scope='session')

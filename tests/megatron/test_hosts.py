@@ -77,7 +77,7 @@ class Torchrun:
 
     def _rank(self, host):
         """What runs there and is not torchrun."""
-        return [line for line in host.processes('cut_off.py') if 'distributed.run' not in line]
+        return [line for line in host.processes('doomed.py') if 'distributed.run' not in line]
 
     def ended(self):
         """By rank; raises where it is too late."""
@@ -143,7 +143,7 @@ def program(place, folder, data):
     """The training whose last rank cuts the link at that place of the fourth iteration."""
     saving = ['--save', folder / 'checkpoints', '--save-interval', 2]
     saving += ['--metrics-file', folder / 'metrics']
-    script = [SUPPORT / 'cut_off.py', 1, 4, place, folder / 'cut']
+    script = [SUPPORT / 'doomed.py', 1, 4, place, folder / 'cut']
     return [*script, *MODEL, '--data-path', data, *FLAGS, *CUTS[place][0], *saving, *WATCHED]
 
 
@@ -162,7 +162,7 @@ def test_link_is_cut(ranks, data, cuts, whole, tmp_path, place):
         limit = (PAUSE if place == 'checkpoint' else TIMEOUT) + MARGIN
         assert each.rank_time - cut < limit
         assert each.code != 0 and each.time - each.rank_time < MARGIN
-        assert not training.hosts[rank].processes('cut_off.py')
+        assert not training.hosts[rank].processes('doomed.py')
     tracker = training.folder / 'checkpoints' / 'latest_checkpointed_iteration.txt'
     assert tracker.read_text() == '2'
     metrics = (training.folder / 'metrics').read_text()

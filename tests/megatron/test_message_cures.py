@@ -2,19 +2,20 @@
 statement that raises before a training starts is in a table of `tests/support/cures`, or in a list
 there with the reason."""
 
-from __future__ import annotations
-
+import ast
 import contextlib
 import io
 import os
 import re
 import sys
+import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-import raised
 from cures import ELSEWHERE, ROWS, UNTRIED, Row
 from cures.files import write_files
 from nvidia import _find_megatron
@@ -22,6 +23,59 @@ from paths import ROOT
 
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.schedules import registry
+
+PACKAGE = ROOT / 'megatron_zbpp'
+Place = tuple[str, int]
+"""A file, from the package down, and a line."""
+
+
+class Statement(NamedTuple):
+    """A `raise`; rows of the table of rules are tried by `test_refusals.py`."""
+
+    file: str  # from the package down
+    function: str  # with its class
+    lines: range  # from the first to the last
+    text: str  # its source, without line ends
+
+    def is_called(self, name: str) -> bool:
+        """Whether it is meant by `file function`, or `file function: words of it`."""
+        where, _, words = name.partition(': ')
+        return where == f'{self.file} {self.function}' and words in self.text
+
+    def holds(self, place: Place) -> bool:
+        return place[0] == self.file and place[1] in self.lines
+
+
+def statements(*names: str) -> Iterator[Statement]:
+    """Of files, and of all files in folders of the package."""
+    for name in names:
+        path = PACKAGE / name
+        for file in sorted(path.rglob('*.py')) if path.is_dir() else [path]:
+            yield from _within(ast.parse(file.read_text()), str(file.relative_to(PACKAGE)), '')
+
+
+def _within(node: ast.AST, file: str, function: str) -> Iterator[Statement]:
+    for child in ast.iter_child_nodes(node):
+        inner = function
+        if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            inner = f'{function}.{child.name}'.lstrip('.')
+        elif isinstance(child, ast.Raise) and child.exc is not None:
+            lines = range(child.lineno, (child.end_lineno or 0) + 1)
+            yield Statement(file, function, lines, ast.unparse(child))
+        yield from _within(child, file, inner)
+
+
+def places(error: BaseException) -> Iterator[Place]:
+    """Where an error was raised, and the errors that it was raised from."""
+    inside = [
+        (str(Path(frame.filename).relative_to(PACKAGE)), frame.lineno or 0)
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).is_relative_to(PACKAGE)
+    ]
+    yield from inside[-1:]
+    if error.__cause__ is not None:
+        yield from places(error.__cause__)
+
 
 # what is looked through for messages
 ROOMS = (
@@ -45,7 +99,7 @@ class Tried:
     """What became of a row."""
 
     said: str | None  # None: nothing was refused
-    places: tuple[raised.Place, ...]  # that raised
+    places: tuple[Place, ...]  # that raised
     cured: tuple[str | None, ...]  # said with each cure; None: nothing
 
 
@@ -68,8 +122,8 @@ def try_rows(folder: str) -> dict[str, Tried]:
 
 def tried(row: Row) -> Tried:
     said, error = words(row.given)
-    places = () if error is None else tuple(raised.places(error))
-    return Tried(said, places, tuple(words(cure)[0] for cure in row.cures))
+    raising = () if error is None else tuple(places(error))
+    return Tried(said, raising, tuple(words(cure)[0] for cure in row.cures))
 
 
 def words(ask: Callable) -> tuple[str | None, Exception | None]:
@@ -99,9 +153,9 @@ def test_each_cure(found, name):
 
 def test_each_message_is_tried(found):
     """Or is in a list that says why not; and the lists have nothing that is tried."""
-    places = [place for was in found.values() for place in was.places]
-    every = list(raised.statements(*ROOMS))
-    left = [each for each in every if not any(each.holds(place) for place in places)]
+    raising = [place for was in found.values() for place in was.places]
+    every = list(statements(*ROOMS))
+    left = [each for each in every if not any(each.holds(place) for place in raising)]
     nowhere = [each for each in left if not any(map(each.is_called, ELSEWHERE))]
     assert len(every) > 130 and 10 * len(nowhere) < len(every)
     listed = (*ELSEWHERE, *UNTRIED)

@@ -4,6 +4,7 @@ import importlib.util
 
 import events
 import pytest
+from grids import some
 from nvidia import EARLY, by, go_on, known, needs_training, run, source
 from supported import WAITS, absent, supports
 from test_launch import DISTRIBUTED, LLAMA, NO_CLIPPING, OVERLAP, PIPELINE
@@ -27,15 +28,8 @@ CASES = {
 }
 
 
-def cases(*kept):
-    """Of which each run takes those."""
-    spared = pytest.mark.full
-    marked = [pytest.param(case, marks=() if case in kept else spared) for case in CASES]
-    return pytest.mark.parametrize('case', marked)
-
-
 @supports('{case}', 'zb-v+post-validation')
-@cases('Muon', SHARED_OUT)
+@some('case', ['Muon', SHARED_OUT], *CASES)
 def test_identical_to_megatron(ranks, tmp_path, case):
     """From a checkpoint of Megatron's own 1F1B, with steps that are validated later."""
     compare(ranks, tmp_path, *spelt(ranks, case))
@@ -96,7 +90,7 @@ def compare(ranks, tmp_path, size, flags, waits=False):
     )
 
 
-@cases(SHARED_OUT)
+@some('case', [SHARED_OUT], *CASES)
 def test_clipped_steps_are_taken_back(ranks, case):
     """As synchronous steps have it, to the bit, in whatever iteration the norm is too large."""
     size, flags = spelt(ranks, case)
@@ -107,7 +101,7 @@ def test_clipped_steps_are_taken_back(ranks, case):
     assert run(ranks(size), *flags, *EARLY) == synchronous
 
 
-@cases(SHARED_OUT)
+@some('case', [SHARED_OUT], *CASES)
 def test_nobody_waits(ranks, case):
     nobody_waits(ranks, *spelt(ranks, case))
 

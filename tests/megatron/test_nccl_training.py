@@ -56,7 +56,6 @@ def emulated(device):
 
 
 def train(argv, clean_steps, mode, *, metrics):
-    """Runs on each rank."""
     import injected
 
     from devtools import nccl

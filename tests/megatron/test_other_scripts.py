@@ -1,7 +1,5 @@
 """NVIDIA's scripts for other models than GPTs, in a checkout, which MEGATRON_LM names."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import inspect

@@ -2,9 +2,11 @@
 `test_refusals_when_built.py` has where it does not."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from events import before
 from grids import some
 from models import Job, assert_same, reference, train
 from supported import supports
@@ -24,23 +26,15 @@ def counting(job, argv):
     handler, counts = own.ChunkOffloadHandler, {'offload': 0, 'reload': 0}
     own.PipelineOffloadManager.reset_instance()  # this process has trained others
 
-    def counted(name):
-        original = getattr(handler, name)
+    def note(name, *_, **__):
+        counts[name] += 1
 
-        def call(self, *args, **kwargs):
-            counts[name] += 1
-            return original(self, *args, **kwargs)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in counts:
-            patch.setattr(handler, name, counted(name))
+    noted = [(handler, name, partial(note, name)) for name in counts]
+    with before(*noted), pytest.MonkeyPatch.context() as patch:
         if hasattr(handler, '_can_manage_tensor_for_offload'):  # it asks for the type `cuda`
             plain = staticmethod(lambda tensor: not isinstance(tensor, torch.nn.Parameter))
             patch.setattr(handler, '_can_manage_tensor_for_offload', plain)
-        trained = train(job, argv)
-    return trained, counts
+        return train(job, argv), counts
 
 
 def chunk_of_one_layer():

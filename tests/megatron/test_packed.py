@@ -1,7 +1,5 @@
 """Sequences packed behind each other, of other lengths in each microbatch, in NVIDIA's loop."""
 
-from __future__ import annotations
-
 import json
 import random
 from importlib.util import find_spec

@@ -1,13 +1,19 @@
-"""Registration: in place, idempotent, undone; what it does not serve goes to Megatron."""
+"""Registration: in place, idempotent, undone; what it does not serve goes to Megatron. And by two
+lines at the top of a script, which has our flags then, however it is started."""
 
 import copy
+import json
+import os
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import pytest
+from commands import run
 from example import small_config
+from paths import ROOT
 
 import megatron_zbpp
 from megatron_zbpp.ir import Schedule
@@ -50,44 +56,11 @@ def test_enable_and_disable():
 
 
 FREEZING = Path(__file__).with_name('freezing.json')  # for zb-h1, two ranks, four microbatches
-
-
 # what is asked for, what asks for the same in other words, and what asks for something else
 ASKED = [
-    ({}, {'schedule': 'ZB_H1'}, {'schedule': 'zb-v'}),
-    ({'schedule': 'zb-interleaved', 'num_chunks': 2}, {}, {'num_chunks': 3}),
-    ({'schedule': 'zb-1p', 'memory_limit': 4}, {'memory_limit': 4.0}, {'memory_limit': 5}),
-    ({'schedule': 'auto', 'memory_limit': 4}, {}, {'memory_limit': 8}),
-    ({'schedule': 'auto'}, {}, {'schedule': 'zb-v'}),
-    ({}, {'watchdog_timeout': 0}, {'watchdog_timeout': 30}),
-    ({'watchdog_timeout': 30}, {}, {'watchdog_timeout': None}),
-    ({'post_validation': 5}, {}, {'post_validation': 20}),
-    ({'post_validation': True}, {'post_validation': 10}, {'post_validation': 1}),
-    ({}, {'post_validation': False}, {'post_validation': 0}),
-    ({'watchdog_timeout': 9}, {}, {'watchdog_pause_timeout': 90}),
-    ({'watchdog_pause_timeout': 0}, {}, {'watchdog_pause_timeout': None}),
-    ({'schedule': 'auto'}, {'profile_iters': 5}, {'profile_iters': 6}),
+    *json.loads(Path(__file__).with_name('settings_asked.json').read_text()),
     ({'trace_dir': 'one'}, {'trace_dir': Path('one')}, {'trace_dir': 'other'}),
-    ({}, {'trace_dir': None}, {'trace_dir': 'one'}),
-    ({'offload': 'half'}, {}, {'offload': 'all'}),
-    ({'offload': 2, 'schedule': 'zb-v'}, {}, {'offload': None}),
     ({}, {'freeze': None}, {'freeze': FREEZING}),
-    ({'recompute': 'half'}, {}, {'recompute': 'all'}),
-    ({'slices': 4}, {'slices': '4'}, {'slices': [8, 8]}),
-    ({'vocab_parallel': 'output'}, {}, {'vocab_parallel': None}),
-    ({'post_validation': 5}, {'kept_gib': None}, {'kept_gib': 2.5}),
-    ({'post_validation': 5}, {'check_interval': 10}, {'check_interval': 0}),
-    ({}, {'same_start': True}, {'same_start': False}),
-    ({'same_start': False}, {}, {'same_start': 'Ett|ttL'}),
-    ({}, {'dropout_seeds': False}, {'dropout_seeds': True}),
-    ({'schedule': 'paci'}, {'clip': None}, {'clip': 'global'}),
-    ({'schedule': 'pipemare'}, {'anneal_steps': None}, {'anneal_steps': 9}),
-    ({'schedule': 'pipemare'}, {'correction_decay': 0.135}, {'correction_decay': 0.5}),
-    ({'schedule': 'pipemare'}, {'async_warmup_steps': 0}, {'async_warmup_steps': 3}),
-    ({}, {'prewarm': None}, {'prewarm': True}),
-    ({}, {'message_ctas': 2}, {'message_ctas': 4}),
-    ({}, {'message_priority': 'high'}, {'message_priority': 'group'}),
-    ({}, {'message_receives': 'late'}, {'message_receives': 'early'}),
 ]
 
 
@@ -169,3 +142,87 @@ def delayed(schedule):
 def test_transformer_engine_delays_where_the_schedule_splits(ranks):
     assert ranks(2).run(delayed, 'zb-h1') == [(False, True, True, True, False)] * 2
     assert ranks(2).run(delayed, '1f1b') == [(False,) * 5] * 2
+
+
+CHECKOUT = os.environ.get('MEGATRON_LM')
+# what NVIDIA's checkout has to do with it, and nothing else
+ARGUMENTS = """
+import argparse
+
+
+def add_megatron_arguments(parser):
+    parser.add_argument('--num-layers', type=int, help='(about 50%)')
+    parser.add_argument('--no-help')
+    return parser
+
+
+def parse_args():
+    return add_megatron_arguments(argparse.ArgumentParser()).parse_known_args()[0]
+"""
+SCRIPT = """# License
+
+'''Pretrain.'''
+
+# Early.
+import time
+
+from megatron.training.arguments import parse_args
+
+if __name__ == '__main__':
+    parse_args()
+"""
+
+
+def checkout(folder: Path) -> Path:
+    """A stand-in for Megatron-LM, or the real one, whose script is copied."""
+    folder.mkdir()
+    if CHECKOUT:
+        for entry in Path(CHECKOUT).iterdir():
+            (folder / entry.name).symlink_to(entry)
+        (folder / 'pretrain_gpt.py').unlink()
+        (folder / 'pretrain_gpt.py').write_text((Path(CHECKOUT) / 'pretrain_gpt.py').read_text())
+        return folder
+    (folder / 'megatron' / 'training').mkdir(parents=True)
+    (folder / 'megatron' / 'training' / 'arguments.py').write_text(ARGUMENTS)
+    (folder / 'pretrain_gpt.py').write_text(SCRIPT)
+    return folder
+
+
+def help_of(folder: Path) -> str:
+    """`--help` of the script, started without our launcher, on the CPU; that of 0.18 and later ends
+    in a traceback without our flags."""
+    path = [Path(megatron_zbpp.__file__).parent / 'emulation' / 'subprocess_hook', ROOT]
+    command = [sys.executable, 'pretrain_gpt.py', '--help']
+    path = os.pathsep.join(map(str, path))
+    return run(command, cwd=folder, env={'PYTHONPATH': path}, timeout=200).stdout
+
+
+@pytest.mark.one_release
+def test_flags_come_and_go(tmp_path):
+    folder = checkout(tmp_path / 'Megatron-LM')
+    apply = [sys.executable, ROOT / 'patches' / 'apply.py', folder]
+    assert '--pipeline-schedule NAME' not in help_of(folder)
+    run(apply).check_returncode()
+    patched = help_of(folder)
+    assert '--pipeline-schedule NAME' in patched and '--num-layers' in patched
+    run([*apply, '--revert']).check_returncode()
+    assert '--pipeline-schedule NAME' not in help_of(folder)
+
+
+def late() -> tuple[bool, bool]:
+    """Parses where the module was imported before: as often as asked, and with our flags."""
+    import megatron_zbpp.launch.arguments  # what it imports is to stay
+
+    module, package = ModuleType('megatron.training.arguments'), ModuleType('megatron.training')
+    exec(ARGUMENTS, vars(module))
+    package.arguments = module
+    modules = {'megatron.training': package, 'megatron.training.arguments': module}
+    with mock.patch.dict(sys.modules, modules), mock.patch.object(sys, 'argv', ['script']):
+        megatron_zbpp.add_arguments()
+        first = module.parse_args()
+        megatron_zbpp.add_arguments()
+        return first == module.parse_args(), hasattr(first, 'pipeline_schedule')
+
+
+def test_after_the_import(ranks):
+    assert ranks(2).run(late) == [(True, True)] * 2

@@ -1,7 +1,5 @@
 """Steps that are validated later leave what synchronous ones leave, to the bit."""
 
-from __future__ import annotations
-
 import gc
 import random
 

@@ -1,12 +1,15 @@
 """What is done on the host before each iteration, and what is sent for."""
 
 import sys
-from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest import mock
 
+import example
 import pytest
-from example import forget_groups, words
+from events import before
+from example import words
 from models import Job, train
 from nvidia import EARLY
 
@@ -22,8 +25,7 @@ def calls(job, argv):
     from megatron_zbpp.mcore.iteration import preparation
     from megatron_zbpp.mcore.layers import delayed_module, transformer_engine
 
-    counts = []
-    prepare = preparation.prepare
+    counts, prepare = [], preparation.prepare
 
     def counting(*args, **kwargs):
         counts.append(0)
@@ -33,23 +35,17 @@ def calls(job, argv):
         finally:
             sys.setprofile(None)
 
-    with ExitStack() as stack:
-        replaced = stack.enter_context
-        replaced(mock.patch.object(preparation, 'prepare', counting))
-        looked, made = (
-            replaced(mock.patch.object(owner, name, wraps=getattr(owner, name)))
-            for owner, name in (
-                (transformer_engine, 'delaying_modules'),
-                (delayed_module, 'alias_of'),
-            )
-        )
+    delaying, alias_of = transformer_engine.delaying_modules, delayed_module.alias_of
+    with (
+        mock.patch.object(preparation, 'prepare', counting),
+        mock.patch.object(transformer_engine, 'delaying_modules', wraps=delaying) as looked,
+        mock.patch.object(delayed_module, 'alias_of', wraps=alias_of) as made,
+    ):
         train(job, argv)
-        weights = made.call_count
-    return counts, looked.call_count, weights
+        return counts, looked.call_count, made.call_count
 
 
 def prepared(ranks, data, job, schedule, microbatches):
-    """Of the first rank."""
     argv = [*job.argv(schedule, False, data), '--global-batch-size', str(microbatches)]
     return ranks(job.size).run(calls, job, argv)[0]
 
@@ -84,40 +80,37 @@ def train_noting(argv):
     first forward of each."""
     import pretrain_gpt
 
-    iterations, seen = [], []
+    iterations, build, batch = [], pretrain_gpt.build_model, pretrain_gpt.run_batch
+    seen = []
 
-    def build(args, _original=pretrain_gpt.build_model):
-        models = _original(args)
-        models[0].config.param_sync_func = [partial(sync, chunk) for chunk in range(len(models))]
-        if len(models) == 1:
-            (models[0].config.param_sync_func,) = models[0].config.param_sync_func
+    def build_model(args):
+        models = build(args)
+        synced = [partial(sync, chunk) for chunk in range(len(models))]
+        models[0].config.param_sync_func = synced if len(models) > 1 else synced[0]
         return models
 
     def sync(chunk, parameters):
         assert list(parameters)
         seen.append(chunk)
 
-    def timed(self, p, _original=Executor._timed):
+    def note(_, p):
         if p.kind == F and p.microbatch == 0:
             seen.append('F')
-        return _original(self, p)
 
-    def batch(*args, _original=pretrain_gpt.run_batch, **options):
+    def run_batch(*args, **options):
         seen.append('begins')
-        loss = _original(*args, **options)
+        loss = batch(*args, **options)
         iterations.append(list(seen))
         seen.clear()
         return loss
 
     with (
-        mock.patch.object(pretrain_gpt, 'build_model', build),
-        mock.patch.object(pretrain_gpt, 'run_batch', batch),
-        mock.patch.object(Executor, '_timed', timed),
+        mock.patch.object(pretrain_gpt, 'build_model', build_model),
+        mock.patch.object(pretrain_gpt, 'run_batch', run_batch),
+        before((Executor, '_timed', note)),
+        TemporaryDirectory() as folder,
     ):
-        try:
-            pretrain_gpt.train(pretrain_gpt.parse_args(argv))
-        finally:
-            forget_groups()
+        example.train(argv, Path(folder, 'metrics'))
     return iterations
 
 

@@ -11,6 +11,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
 
+import events
 import forked
 import models
 import numpy as np
@@ -54,10 +55,7 @@ CASES = {
     'multi-token prediction': (2, ['--mtp-num-layers', 1, *UNTIED, *ROPE]),
     'iterations that run again': (2, ['--rerun-mode', 'validate_results']),
     'slices': (2, ['--pipeline-slices', 2]),
-    'vocabulary': (
-        2,
-        ['--pipeline-vocab-parallel', 'output', *UNTIED],
-    ),
+    'vocabulary': (2, ['--pipeline-vocab-parallel', 'output', *UNTIED]),
     'offload': (2, ['--pipeline-offload', 'all']),
     'two-way': (4, ['--pipeline-schedule', 'chimera-zb']),
     'recompute': (2, ['--pipeline-recompute', 'all', *DROPOUT]),
@@ -69,20 +67,13 @@ def counting(training):
     """Counts forwards of the chunks of this rank in the first iteration."""
     from megatron.core.pipeline_parallel import schedules
 
-    counts, original, log = [0], schedules.forward_step, training.training_log
+    counts = [0]
 
-    def forward_step(*args, **kwargs):
+    def count(*_, **__):
         counts[-1] += 1
-        return original(*args, **kwargs)
 
-    def training_log(*args, **kwargs):
-        counts.append(0)
-        return log(*args, **kwargs)
-
-    with (
-        mock.patch.object(schedules, 'forward_step', forward_step),
-        mock.patch.object(training, 'training_log', training_log),
-    ):
+    logged = training, 'training_log', lambda *_, **__: counts.append(0)
+    with events.before((schedules, 'forward_step', count), logged):
         yield counts
 
 
@@ -181,23 +172,19 @@ def first_calls(argv, prewarm, seconds):
     store, met = dist.distributed_c10d._get_default_store(), []
     name = f'first calls {prewarm}'
 
-    def meeting(original):
-        def forward_step(*given):
-            if not met:
-                store.add(name, 1)
-                store.set(f'{name} {dist.get_rank()}', '')
-                others = [f'{name} {rank}' for rank in range(dist.get_world_size())]
-                try:
-                    store.wait(others, timedelta(seconds=seconds))
-                    met.append(True)
-                except dist.DistStoreError:
-                    met.append(False)
-            return original(*given)
+    def meet(*_):
+        if not met:
+            store.add(name, 1)
+            store.set(f'{name} {dist.get_rank()}', '')
+            others = [f'{name} {rank}' for rank in range(dist.get_world_size())]
+            try:
+                store.wait(others, timedelta(seconds=seconds))
+                met.append(True)
+            except dist.DistStoreError:
+                met.append(False)
 
-        return forward_step
-
-    step = mock.patch.object(pretrain_gpt, 'forward_step', meeting(pretrain_gpt.forward_step))
-    with program([*argv, *(PREPARING if prewarm else UNWATCHED)]) as at, step:
+    meeting = events.before((pretrain_gpt, 'forward_step', meet))
+    with program([*argv, *(PREPARING if prewarm else UNWATCHED)]) as at, meeting:
         at.batch()
     return met
 
@@ -209,66 +196,7 @@ def test_all_ranks_begin_at_once(ranks, data):
     assert [False] in ranks(4).run(first_calls, argv, False, 1), 'that nothing is prepared is seen'
 
 
-def failing_first(argv):
-    """Trains on each rank with a chunk that fails when it first runs; returns the error."""
-
-    def forward_step(*given):
-        raise ZeroDivisionError('a kernel that is not there')
-
-    step = mock.patch('pretrain_gpt.forward_step', forward_step)
-    try:
-        with program([*argv, *PREPARING]) as at, step:
-            at.batch()
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_failing_inside(ranks, data):
-    argv = words(data, 'zb-v')
-    for said in ranks(2).run(failing_first, argv):
-        assert 'ZeroDivisionError: a kernel that is not there' in said
-        assert '--no-pipeline-prewarm' in said
-
-
-FAILING = """
-import os
-
-import pretrain_gpt
-
-trains = pretrain_gpt.forward_step
-
-
-def forward_step(*given):
-    if os.environ['RANK'] == '1':
-        raise ZeroDivisionError('a kernel that is not there')
-    return trains(*given)
-
-
-pretrain_gpt.forward_step = forward_step
-pretrain_gpt.main()
-"""
-
-
-def launched(script, *argv):
-    """What two ranks of a program say, prepared in parallel, and how they end."""
-    torchrun = [sys.executable, '-m', 'torch.distributed.run', '--standalone']
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / 'examples' / 'gpt')))
-    command = [*torchrun, '--nproc-per-node', 2, script, *argv, '--pipeline-prewarm']
-    return forked.run(command, env={'PYTHONPATH': paths}, timeout=200)
-
-
-def test_one_rank_that_fails_inside_ends_all(tmp_path, data):
-    """The other has run its chunks and waits for the first message of the iteration."""
-    script = tmp_path / 'failing.py'
-    script.write_text(FAILING)
-    argv = words(data, 'zb-v', '--train-iters', 2)
-    done = launched(script, *argv)
-    assert done.returncode
-    assert done.stderr.count('ZeroDivisionError: a kernel that is not there. If they work') == 1
-    assert '--no-pipeline-prewarm' in done.stderr
-
-
-INTERRUPTED = """
+UNLUCKY = """
 import os
 import sys
 import time
@@ -277,8 +205,11 @@ import pretrain_gpt
 
 trains, number = pretrain_gpt.forward_step, int(sys.argv.pop(1))
 
+
 def forward_step(*given):
     if os.environ['RANK'] == '1':
+        if not number:
+            raise ZeroDivisionError('a kernel that is not there')
         os.kill(os.getpid(), number)
         time.sleep(60)
     return trains(*given)
@@ -289,14 +220,36 @@ pretrain_gpt.main()
 """
 
 
+@pytest.fixture
+def launched(tmp_path, data):
+    """What two ranks of a program say, prepared in parallel, and how they end: one fails when it
+    first runs, or gets a signal."""
+
+    def launch(number):
+        script = tmp_path / 'unlucky.py'
+        script.write_text(UNLUCKY)
+        torchrun = [sys.executable, '-m', 'torch.distributed.run', '--standalone']
+        argv = words(data, 'zb-v', '--train-iters', 2, '--pipeline-prewarm')
+        command = [*torchrun, '--nproc-per-node', 2, script, number, *argv]
+        paths = os.pathsep.join(map(str, (ROOT, ROOT / 'examples' / 'gpt')))
+        done = forked.run(command, env={'PYTHONPATH': paths}, timeout=200)
+        assert done.returncode
+        return done
+
+    return launch
+
+
+def test_one_rank_that_fails_inside_ends_all(launched):
+    """The other has run its chunks and waits for the first message of the iteration."""
+    said = launched(0).stderr
+    assert said.count('ZeroDivisionError: a kernel that is not there. If they work') == 1
+    assert '--no-pipeline-prewarm' in said
+
+
 @pytest.mark.parametrize('name', ['SIGINT', 'SIGTERM'])
-def test_interrupted_inside(tmp_path, data, name):
-    """One rank gets a signal: all end; it says what it was in, and how to leave that out."""
-    script = tmp_path / 'interrupted.py'
-    script.write_text(INTERRUPTED)
-    argv = words(data, 'zb-v', '--train-iters', 2)
-    done = launched(script, signal.Signals[name].value, *argv)
-    assert done.returncode
+def test_interrupted_inside(launched, name):
+    """All end; it says what it was in, and how to leave that out."""
+    done = launched(signal.Signals[name].value)
     assert 'iteration        1' not in done.stdout
     watchdog = 'pipeline watchdog: global rank '
     report = done.stderr.partition(f'{watchdog}1 ')[2].partition(watchdog)[0]  # of that rank alone
@@ -316,21 +269,18 @@ def interrupted(argv, interrupts):
     from megatron_zbpp.mcore.side_effects import random_states, same_states
 
     said, done = [], []
-    original, step = WeightGradStore.run, pretrain_gpt.forward_step
 
-    def drawing_step(*given):
+    def draw(*_):
         random.random()
         np.random.random()
-        return step(*given)
 
     def drawn():
         return random.getstate(), str(np.random.get_state())
 
-    def weights(*given):
+    def interrupt(*_):
         done.append(None)
         if interrupts and len(done) == 2:
             raise KeyboardInterrupt
-        return original(*given)
 
     with program([*argv, *PREPARING]) as at:
         parameters = [p for model in at.models for p in model.parameters()]
@@ -339,10 +289,8 @@ def interrupted(argv, interrupts):
         def batch():
             return at.batch(pretrain_gpt.iterators(at.args, dataset, 0))
 
-        with (
-            mock.patch.object(WeightGradStore, 'run', weights),
-            mock.patch.object(pretrain_gpt, 'forward_step', drawing_step),
-        ):
+        drawing = pretrain_gpt, 'forward_step', draw
+        with events.before(drawing, (WeightGradStore, 'run', interrupt)):
             before, others = random_states(), drawn()
             try:
                 losses = [batch()]

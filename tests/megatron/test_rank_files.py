@@ -6,6 +6,7 @@ import shutil
 
 import events
 import pytest
+from grids import some
 from nvidia import COMMON, EARLY, SCRIPT, forget, needs_training, require_same, run, train
 from supported import refuses, supports
 from test_launch import DISTRIBUTED, NO_CLIPPING, PIPELINE
@@ -26,25 +27,17 @@ RUNS = {
     'v-half': [OURS, 'v-half'],
     'zb-1p': [OURS, 'zb-1p', '--pipeline-model-parallel-layout', 'Ettt|tL'],
 }
-FULL = pytest.mark.full
 # saved by, loaded by, what the first rank has by each
 UNLIKE = (
     (STOCK_INTERLEAVED, 'zb-v', ('E 1 | 3', '2 | 3')),
-    pytest.param('zb-v', 'interleaved', ('2 | 3', 'E 1 | 3'), marks=FULL),
-    pytest.param(STOCK_1F1B, 'zb-v', ('E 1-2', '2 | 3'), marks=FULL),
-    pytest.param('zb-v', 'zb-h1', ('2 | 3', 'E 1-2'), marks=FULL),  # as in the test of the cure
-    pytest.param(STOCK_1F1B, 'interleaved', ('E 1-2', 'E 1 | 3'), marks=FULL),
-    pytest.param('zb-h1', 'zb-1p', ('E 1-2', 'E 1-3'), marks=FULL),
+    ('zb-v', 'interleaved', ('2 | 3', 'E 1 | 3')),
+    (STOCK_1F1B, 'zb-v', ('E 1-2', '2 | 3')),
+    ('zb-v', 'zb-h1', ('2 | 3', 'E 1-2')),  # as in the test of the cure
+    (STOCK_1F1B, 'interleaved', ('E 1-2', 'E 1 | 3')),
+    ('zb-h1', 'zb-1p', ('E 1-2', 'E 1-3')),
 )
-LIKE = (
-    pytest.param(STOCK_1F1B, 'zb-h1', marks=FULL),
-    (STOCK_INTERLEAVED, 'interleaved'),
-    pytest.param('zb-v', 'v-half', marks=FULL),
-)
-LIKE_STOCK = (
-    pytest.param('zb-h1', STOCK_1F1B, marks=FULL),
-    pytest.param('interleaved', STOCK_INTERLEAVED, marks=FULL),
-)
+LIKE = (STOCK_1F1B, 'zb-h1'), ('zb-v', 'v-half')
+LIKE_STOCK = ('zb-h1', STOCK_1F1B), ('interleaved', STOCK_INTERLEAVED)
 
 
 def event_of(name):
@@ -86,7 +79,7 @@ def refused(ranks, *argv, event=events.nothing):
 @refuses(
     'checkpoint of the format torch, of another placement', 'it is kept by rank and chunk', 'zb-v'
 )
-@pytest.mark.parametrize(('saver', 'loader', 'held'), UNLIKE)
+@some('saver, loader, held', UNLIKE[:1], *UNLIKE)
 def test_another_placement_is_refused(ranks, saved, saver, loader, held):
     loading, _ = saved(saver)
     kind, text = refused(ranks(2), *loading, *RUNS[loader])
@@ -95,7 +88,7 @@ def test_another_placement_is_refused(ranks, saved, saver, loader, held):
     assert 'iter_0000002 cannot be loaded: ' in text and layers in text
 
 
-@pytest.mark.parametrize('loader', [STOCK_1F1B, pytest.param(STOCK_INTERLEAVED, marks=FULL)])
+@some('loader', [STOCK_1F1B], STOCK_INTERLEAVED)
 def test_megatron_refuses_a_v(ranks, saved, loader):
     """Without us, too: it compares what a V's files say of the pipeline."""
     loading, _ = saved('zb-v')
@@ -105,12 +98,12 @@ def test_megatron_refuses_a_v(ranks, saved, loader):
 
 
 @supports("NVIDIA's loop: checkpoints of the format torch, to a like placement", '{loader}')
-@pytest.mark.parametrize(('saver', 'loader'), LIKE)
+@some('saver, loader', [(STOCK_INTERLEAVED, 'interleaved')], *LIKE)
 def test_like_placements_exchange(ranks, saved, saver, loader):
     resumes(ranks, saved, saver, loader)
 
 
-@pytest.mark.parametrize(('saver', 'loader'), LIKE_STOCK)
+@some('saver, loader', [], *LIKE_STOCK)
 def test_megatron_loads_a_loop(ranks, saved, saver, loader):
     resumes(ranks, saved, saver, loader)
 

@@ -1,7 +1,5 @@
 """Every command of the README and of the pages in docs/ runs."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -23,54 +21,9 @@ from test_first_hour import BY_README, WALKS
 pytestmark = pytest.mark.one_release
 
 COMMANDS = pages.commands()
+RUNNERS = json.loads(Path(__file__).with_name('run_elsewhere.json').read_text())
 # command: the file that runs it
-ELSEWHERE = {
-    './scripts/quickstart.sh': 'tests/megatron/test_first_hour.py',
-    './scripts/test.sh': '.ci/run',
-    './scripts/test.sh tests/megatron/test_soak.py --full -s': '.ci/run',
-    './scripts/gpu_check.sh': 'tests/project/test_gpu_check.py',
-    'WHEELS=/path/to/wheels ./scripts/gpu_check.sh': 'tests/project/test_gpu_check.py',
-    "NO_VENV=1 VENV=/tmp/more WHEELS=/path/to/wheels STAGES='streams nccl' RESULTS=/tmp/results "
-    './scripts/gpu_check.sh': 'tests/project/test_gpu_check.py',
-    'REHEARSE=1 NO_VENV=1 STAGES=streams RESULTS=/tmp/rehearsal ./scripts/gpu_check.sh': (
-        'tests/project/test_gpu_check.py'
-    ),
-    'python scripts/benchmark_gpt.py --single-gpu --models 1.5b,6.2b --predict-ranks 8,16 '
-    '--iterations 5': 'tests/project/test_gpu_check.py',
-    'python scripts/benchmark_asynchronous.py --png docs/pictures/asynchronous.png': (
-        'tests/megatron/test_benchmark.py'
-    ),
-    'python scripts/compare_with_paper.py': 'tests/project/test_paper_page.py',
-    'python scripts/benchmark_copies.py --ms 100 --rounds 2 --realtime': (
-        'tests/dist/test_activations_leave.py'
-    ),
-    'python scripts/benchmark_partition.py --head 3.1 --realtime': (
-        'tests/megatron/test_benchmark_partition.py'
-    ),
-    'python scripts/benchmark_partition.py --pp 8 --layers 32 --microbatches 32 --head 16 '
-    '--shards 1f1b,zb-v --realtime --rounds 3 --seconds-per-microbatch 4.4': (
-        'tests/megatron/test_benchmark_partition.py'
-    ),
-    **{
-        'python scripts/benchmark_partition.py --real --share 0.35 --pp 4 --hidden-size 512 '
-        f'--layers 16 --seq-length 256 --words 65536 --shards 1f1b,zb-v{tied}': (
-            'tests/megatron/test_benchmark_partition.py'
-        )
-        for tied in ('', ' --tied')
-    },
-    'python scripts/benchmark_partition.py --real --share 0.45 --seq-length 64 --rounds 5': (
-        'tests/megatron/test_benchmark_partition.py'
-    ),
-    'python scripts/compare_with_paper.py --offload': 'tests/project/test_paper_page.py',
-    'python scripts/compare_with_paper.py --advise': 'tests/project/test_paper_page.py',
-    'python scripts/support_page.py': 'tests/project/test_support.py',
-    'python scripts/house.py': 'tests/project/test_house.py',
-    'python scripts/benchmark_splitting.py --te [FOLDER] --rounds 31': (
-        'tests/megatron/test_benchmark.py'
-    ),
-    'python scripts/benchmark_splitting.py --te [FOLDER] --rounds 101 --layers 8 --hidden-size 64 '
-    '--seq-length 8': 'tests/megatron/test_benchmark.py',
-}
+ELSEWHERE = {command: runner for runner, found in RUNNERS.items() for command in found}
 WALK = {  # by tests/megatron/test_first_hour.py, with those between
     c.line for c in COMMANDS if c.page.stem == 'unbalanced' and 'megatron_zbpp.launch' in c.line
 }

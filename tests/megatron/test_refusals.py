@@ -10,6 +10,8 @@ from paths import ROOT
 from refused_settings import (
     BASE,
     ELSE,
+    OF_RELEASES,
+    SHOWN,
     WHERE,
     case_of,
     conditions_of,
@@ -27,30 +29,6 @@ from megatron_zbpp.mcore.settings import BY_FLAG
 pytestmark = pytest.mark.each_release
 
 
-# lines of the page of support for the settings of rules, by the rules' conditions; and schedules
-OF_SHARDS = '`--pipeline-vocab-parallel`, `{name}`', 'any'
-SHOWN = {
-    **dict.fromkeys(('W passes', 'W passes or graphs that are not `local`'), ('`{name}`', 'any')),
-    **dict.fromkeys(
-        ('several chunks a rank', '', 'schedules without overlapped pairs'), ('`{name}`', 'any')
-    ),
-    'chunks that run back in another order': ('`{name}`', 'any'),
-    'W passes, `moe_grouped_gemm`, Transformer Engine decides': ('`{name}=1`', 'any'),
-    'the output layer on all ranks': OF_SHARDS,
-    'the output layer on all ranks, `cross_entropy_loss_fusion`': OF_SHARDS,
-    'the output layer on all ranks, the embedding on one': OF_SHARDS,
-    'recompute passes': ('`--pipeline-recompute`, `{name}`', 'any'),
-    'seeds of dropout': ('`--pipeline-dropout-seeds`, `{name}`', 'any'),
-    'tied embeddings': ('`{name}`, tied embeddings', 'any'),
-    'several chunks a rank, masks in batches, more than two ranks': (
-        '`{name}`, more than two ranks',
-        'zb-v interleaved',
-    ),
-}
-OF_RELEASES = {
-    'stages in no loop, until 0.16': ('`MambaModel`', 'zb-v'),
-    'more than two stages, until 0.18': ('`{name}`, more than two stages', 'zb-v'),
-}
 ROWS = [(rule, name) for rule in RULES for name in rule.settings]
 IDS = [f'{rule.effect}-{rule.when.text}-{name}' for rule, name in ROWS]
 

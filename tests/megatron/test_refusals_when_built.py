@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from example import forget_groups, small_config
+from example import groups, small_config
 from models import Job, train
 from nvidia import COMMON, SCRIPT, known, launch, needs_training
 from outcome import error_of, of_all, refusal
@@ -28,12 +28,9 @@ from megatron_zbpp.mcore.settings import BY_FLAG, Settings
 def hybrid_model(schedule, chunks):
     """Numbers of the layers that each chunk of a hybrid model has on this rank; or what is said.
     None: this release has no chunks of hybrid models."""
-    from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    virtual = chunks if chunks > 1 else None
     own = {}
     try:  # from 0.17
         from megatron.core.models.hybrid.hybrid_block import HybridStack as Stack
@@ -49,26 +46,19 @@ def hybrid_model(schedule, chunks):
         own['hybrid_override_pattern'] = '**'
         if chunks > 1:
             return None
-    try:
-        with megatron_zbpp.enable(schedule):
-            parallel_state.initialize_model_parallel(
-                1, 2, virtual_pipeline_model_parallel_size=virtual
-            )
-            model_parallel_cuda_manual_seed(1)
-            config = small_config(2 * chunks, p=2, chunks=chunks)
-            stack = ModuleSpec(
-                Stack, submodules=Submodules(attention_layer=get_gpt_layer_local_spec())
-            )
-            numbers = []
-            for chunk in range(chunks):
-                more = own if virtual is None else own | {'vp_stage': chunk}
-                model = Model(config, stack, 32, 8, pre_process=False, post_process=False, **more)
-                numbers.append([layer.layer_number for layer in model.decoder.layers])
-        return numbers
-    except NotImplementedError as error:
-        return str(error)
-    finally:
-        forget_groups()
+    layers = Submodules(attention_layer=get_gpt_layer_local_spec())
+    numbers = []
+    with megatron_zbpp.enable(schedule), groups(1, 2, chunks):
+        config = small_config(2 * chunks, p=2, chunks=chunks)
+        for chunk in range(chunks):
+            more = own if chunks == 1 else own | {'vp_stage': chunk}
+            more |= {'pre_process': False, 'post_process': False}
+            try:
+                model = Model(config, ModuleSpec(Stack, submodules=layers), 32, 8, **more)
+            except NotImplementedError as error:
+                return str(error)
+            numbers.append([layer.layer_number for layer in model.decoder.layers])
+    return numbers
 
 
 @pytest.mark.each_release
@@ -77,6 +67,7 @@ def test_hybrid_model_where_it_is_built(ranks):
     found = ranks(2).run(hybrid_model, 'zb-v', 2)
     if found != [None, None]:
         assert found == [[[2], [3]], [[1], [4]]], 'where the stages are'
+        assert ranks(2).run(hybrid_model, 'zb-interleaved', 2) == [[[1], [3]], [[2], [4]]]
         return
     for said in ranks(2).run(hybrid_model, 'zb-v', 1):
         assert said.startswith('MambaModel does not work with this schedule')
@@ -97,15 +88,10 @@ def mesh_of_fsdp():
     from megatron.core import parallel_state
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter as fsdp
 
-    try:
-        parallel_state.initialize_model_parallel(1, 2)
+    with groups(1, 2):
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        fsdp._get_dp_tp_mesh(replicas, parallel_state.get_tensor_model_parallel_group())
-    except Exception as error:
-        return str(error)
-    finally:
-        forget_groups()
-    return None
+        tensors = parallel_state.get_tensor_model_parallel_group()
+        return error_of(fsdp._get_dp_tp_mesh, replicas, tensors)
 
 
 @pytest.mark.each_release
@@ -115,34 +101,21 @@ def test_megatron_fsdp_has_no_pipelines(ranks):
         assert 'Shape mismatch, 4 != 2' in said
 
 
-@pytest.mark.each_release
-def test_hybrid_model_in_chunks(ranks):
-    found = ranks(2).run(hybrid_model, 'zb-interleaved', 2)
-    if found == [None, None]:
-        pytest.skip('hybrid models have chunks from 0.17 on')
-    assert found == [[[1], [3]], [[2], [4]]]
-
-
 def not_laid_out(schedule, late):
     """What is said of a model whose config was made without a layout: built, or used, too late."""
-    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    try:
-        parallel_state.initialize_model_parallel(1, 2, virtual_pipeline_model_parallel_size=2)
-        model_parallel_cuda_manual_seed(1)
+    def build():
         with nullcontext() if late else megatron_zbpp.enable(schedule):
             config = small_config(4, p=2, chunks=2)
             ends = {'pre_process': False, 'post_process': False, 'vp_stage': 0}
             model = GPTModel(config, get_gpt_layer_local_spec(), 32, 8, **ends)
         with megatron_zbpp.enable(schedule) as plugin:
             require_placed(model, plugin.session.programs.placement(2))
-    except ValueError as error:
-        return str(error)
-    finally:
-        forget_groups()
+
+    with groups(1, 2, 2):
+        return error_of(build)
 
 
 @pytest.mark.each_release

@@ -1,12 +1,12 @@
 """References that are served: trained once, they find a small error of ours as before."""
 
 from collections import Counter
-from unittest import mock
 
 import example
 import nvidia
 import pytest
 import stock
+from events import before
 from nvidia import needs_training, since
 from test_launch import NO_CLIPPING, PIPELINE
 
@@ -28,14 +28,11 @@ def spoilt(argv):
     """As `measured`, with gradients of weights that are a bit too large."""
     import pretrain_gpt as script
 
-    original = script.finalize_model_grads
-
-    def finalize_model_grads(models, *args, **options):
+    def spoil(models, *_, **__):
         for parameter in models[-1].parameters():
             parameter.main_grad.mul_(1 + 1e-7)
-        original(models, *args, **options)
 
-    with mock.patch.object(script, 'finalize_model_grads', finalize_model_grads):
+    with before((script, 'finalize_model_grads', spoil)):
         return example.measured(argv)
 
 

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from example import forget_groups
+from example import groups
 from grids import some
 
 from benchmarks.partition.cases import worst
@@ -36,31 +36,26 @@ MODELS = {
 def measured(p, model, layers, hidden, words):
     """Seconds of F, B and W of this rank's stage, of one microbatch: medians. Seconds of this
     thread on a processor: what other programs take does not count."""
-    from megatron.core import parallel_state, tensor_parallel
-
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=p)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    fields, found = dict(MODELS[model][0]), []
+    if fields:
+        fields |= {'gated_linear_unit': True, 'activation_func': torch.nn.functional.silu}
+    on_processor = mock.patch.object(HostClock, 'mark', lambda self: time.thread_time())
     try:
-        fields = dict(MODELS[model][0])
-        if fields:
-            fields |= {'gated_linear_unit': True, 'activation_func': torch.nn.functional.silu}
-        model = Gpt(layers, hidden, HEAD, SEQUENCE, words, rotary=bool(fields), **fields)
-        # of one microbatch, so that ranks take turns
-        runner = ZbppRunner(build('zb-h1', p, 1), 'zb-h1', model, optimizer=False)
-        found = []
-        on_processor = mock.patch.object(HostClock, 'mark', lambda self: time.thread_time())
-        with runner.ready(), on_processor:
-            for number in range(1 + ITERATIONS):
-                runner.iterate()
-                spans = runner.plugin.latest.spans()
-                if number:
-                    found.append([end - start for start, end in spans])
+        with groups(pp=p):
+            model = Gpt(layers, hidden, HEAD, SEQUENCE, words, rotary=bool(fields), **fields)
+            # of one microbatch, so that ranks take turns
+            runner = ZbppRunner(build('zb-h1', p, 1), 'zb-h1', model, optimizer=False)
+            with runner.ready(), on_processor:
+                for number in range(1 + ITERATIONS):
+                    runner.iterate()
+                    spans = runner.plugin.latest.spans()
+                    if number:
+                        found.append([end - start for start, end in spans])
         return sum(median(times) for times in zip(*found, strict=True))
     finally:
         torch.set_num_threads(threads)
-        forget_groups()
 
 
 def by_shape(folder, p, model, layers, hidden, words):

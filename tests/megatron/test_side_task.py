@@ -8,8 +8,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from example import forget_groups
+from example import groups
 from nvidia import EARLY, needs_training, run
+from outcome import error_of
 from test_frozen import adapted
 
 import megatron_zbpp
@@ -28,36 +29,38 @@ TURN = 5  # iterations that are timed together, where they overlap
 MEASURED = 15  # of those, after which times are known
 
 
+@contextmanager
+def emulated(schedule, name, times, **options):
+    """A runner of a schedule's passes, which take so long."""
+    with groups(pp=schedule.num_ranks):
+        runner = ZbppRunner(schedule, name, EmulatedModel(Times(*times)), **options)
+        with runner.ready():
+            yield runner
+
+
 def trained(name, early):
     """Seconds of iterations without and with the task, which take turns; of its steps in one
     iteration, and how many optimizer steps were early."""
-    from megatron.core import parallel_state
 
     def step():
         sleep_until(time.perf_counter() + STEP)
 
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=P)
-    try:
-        model = EmulatedModel(Times(*TIMES))
-        runner = ZbppRunner(build(name, P, M), name, model, optimizer=True, early=early)
-        with runner.ready():
-            work = runner.plugin.side_task(step, STEP)
-            for _ in range(MEASURED if early else 5):
+    with emulated(build(name, P, M), name, TIMES, optimizer=True, early=early) as runner:
+        work = runner.plugin.side_task(step, STEP)
+        for _ in range(MEASURED if early else 5):
+            runner.iterate()
+        assert early or work.steps == 0
+        taken, seconds = ([], []), []
+        for at in range(2 * ROUNDS):
+            work.finished = at % 2 == 0
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(TURN if early else 1):
                 runner.iterate()
-            assert early or work.steps == 0
-            taken, seconds = ([], []), []
-            for at in range(2 * ROUNDS):
-                work.finished = at % 2 == 0
-                dist.barrier()
-                start = time.perf_counter()
-                for _ in range(TURN if early else 1):
-                    runner.iterate()
-                taken[at % 2].append(time.perf_counter() - start)
-                seconds.append(work.seconds)
-            used = (seconds[-1] - seconds[-2]) / TURN if early else seconds[-1] / ROUNDS
-            return *taken, used, runner.plugin.post_validation.early if early else 0
-    finally:
-        forget_groups()
+            taken[at % 2].append(time.perf_counter() - start)
+            seconds.append(work.seconds)
+        used = (seconds[-1] - seconds[-2]) / TURN if early else seconds[-1] / ROUNDS
+        return *taken, used, runner.plugin.post_validation.early if early else 0
 
 
 @pytest.mark.full
@@ -83,22 +86,10 @@ def test_side_task(ranks, early):
 
 def disagreeing():
     """What a rank says where only the first one has a side task."""
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    try:
-        schedule = build('zb-h1', 2, 2)
-        times = Times(0.001, 0.001, 0.001)
-        runner = ZbppRunner(schedule, 'zb-h1', EmulatedModel(times), optimizer=False)
-        with runner.ready():
-            if dist.get_rank() == 0:
-                runner.plugin.side_task(lambda: False, 0.1)
-            try:
-                runner.iterate()
-            except ValueError as error:
-                return str(error)
-    finally:
-        forget_groups()
+    with emulated(build('zb-h1', 2, 2), 'zb-h1', (0.001,) * 3, optimizer=False) as runner:
+        if dist.get_rank() == 0:
+            runner.plugin.side_task(lambda: False, 0.1)
+        return error_of(runner.iterate)
 
 
 def test_ranks_that_disagree(ranks):
@@ -134,18 +125,24 @@ def beside(training):
         found += [works[0].steps, 0 if early is None else early.early]
 
 
+def reported(ranks, event, schedule, iterations, *more, batch=8):
+    """By rank, of a training with something beside it: to the bit what it is without."""
+    flags = ['--pipeline-model-parallel-size', 2, '--global-batch-size', batch]
+    flags += ['--train-iters', iterations, '--pipeline-schedule', schedule]
+    flags += ['--untie-embeddings-and-output-weights', *more]
+    without, found = run(ranks(2), *flags), run(ranks(2), *flags, event=event)
+    assert found.losses == without.losses and found.parameters == without.parameters
+    return found.reported
+
+
 @needs_training
 @pytest.mark.parametrize('early', [False, True], ids=['waiting', 'post-validation'])
 def test_a_whole_training(ranks, early):
-    """To the bit what it is without the task, random masks included; steps are still early."""
-    flags = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 6, '--clip-grad', 1e9]
-    flags += ['--train-iters', 18, '--hidden-dropout', 0.1, '--pipeline-schedule', 'zb-h1']
-    flags += ['--untie-embeddings-and-output-weights']
-    flags += [*EARLY, '--log-interval', 6] if early else []
-    without = run(ranks(2), *flags)
-    found = run(ranks(2), *flags, event=beside)
-    assert found.losses == without.losses and found.parameters == without.parameters
-    steps, stepped_early = zip(*found.reported, strict=True)
+    """Random masks included; steps are still early."""
+    more = ['--clip-grad', 1e9, '--hidden-dropout', 0.1]
+    more += [*EARLY, '--log-interval', 6] if early else []
+    found = reported(ranks, beside, 'zb-h1', 18, *more, batch=6)
+    steps, stepped_early = zip(*found, strict=True)
     assert sum(steps) > 0
     assert bool(stepped_early[0]) == early
 
@@ -186,27 +183,23 @@ def teaching(training):
         step = megatron_zbpp.forwards(layers, iter(tokens), found.append)
         return teacher, tokens, found, enabled.plugin.side_task(step, 1e-4, margin=1e-5)
 
-    reported = []
+    report = []
     with once_set_up(training, prepare) as told:
-        yield reported
+        yield report
     ((teacher, tokens, found, work),) = told
     with torch.no_grad():
         for given, logits in zip(tokens, found, strict=False):
             alone = teacher(given, torch.arange(16)[None], None)
             assert torch.equal(alone.transpose(0, 1), logits)
-    reported += [len(found), work.steps]
+    report += [len(found), work.steps]
 
 
 @needs_training
 def test_a_teacher_beside_a_training(ranks):
-    """Its forwards give what they give alone, and the training is to the bit what it is without."""
-    flags = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 8, '--train-iters', 30]
-    flags += ['--pipeline-schedule', 'zb-h1', '--untie-embeddings-and-output-weights']
-    without = run(ranks(2), *flags)
-    found = run(ranks(2), *flags, event=teaching)
-    assert found.losses == without.losses and found.parameters == without.parameters
-    assert any(outputs for outputs, _ in found.reported)
-    assert all(4 * n <= taken < 4 * n + 4 for n, taken in found.reported)
+    """Its forwards give what they give alone."""
+    found = reported(ranks, teaching, 'zb-h1', 30)
+    assert any(outputs for outputs, _ in found)
+    assert all(4 * n <= taken < 4 * n + 4 for n, taken in found)
 
 
 class Adapters:
@@ -253,29 +246,24 @@ def tuning(training):
         beside = isolated(lambda: Adapters(training.get_args()))
         return beside, enabled.plugin.side_task(beside.step, 1e-4, margin=1e-5)
 
-    reported = []
+    report = []
     with once_set_up(training, prepare) as told:
-        yield reported
+        yield report
     ((beside, work),) = told
     alone = Adapters(training.get_args())
     for _ in range(max(work.steps, 40)):
         alone.step()
-    reported += [work.steps, beside.losses, alone.losses]
+    report += [work.steps, beside.losses, alone.losses]
 
 
 @needs_training
 @pytest.mark.parametrize('schedule', ['zb-h1', 'zb-v'])
 def test_adapters_that_train_beside_a_training(ranks, schedule):
-    """Both train as they do alone, and the training is to the bit what it is without; both draw
-    random masks, from the states that Megatron tracks."""
-    flags = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 8, '--train-iters', 20]
-    flags += ['--pipeline-schedule', schedule, '--untie-embeddings-and-output-weights']
-    flags += ['--hidden-dropout', 0.1, '--attention-dropout', 0.1]
-    without = run(ranks(2), *flags)
-    found = run(ranks(2), *flags, event=tuning)
-    assert found.losses == without.losses and found.parameters == without.parameters
-    assert sum(steps for steps, *_ in found.reported) > 4
-    for steps, losses, alone in found.reported:
+    """Both train as they do alone; both draw random masks, from the states that Megatron tracks."""
+    masks = ['--hidden-dropout', 0.1, '--attention-dropout', 0.1]
+    found = reported(ranks, tuning, schedule, 20, *masks)
+    assert sum(steps for steps, *_ in found) > 4
+    for steps, losses, alone in found:
         assert losses == alone[:steps] and len(losses) == steps
         for own in (alone[::2], alone[1::2]):
             assert float.fromhex(own[-1]) < float.fromhex(own[0])

@@ -42,15 +42,20 @@ ASKED = {
 }
 
 
+def leave(ranks, data, folder, schedule, early=False, **of_job):
+    """What a schedule leaves on each rank."""
+    file = folder / f'{len([*folder.iterdir()])}.json'
+    file.write_text(schedule.to_json())
+    job = Job(file=str(file), **{'te': False, **of_job})
+    return ranks(job.pp).run(train, job, job.argv('', early, data))
+
+
 def compare(ranks, data, tmp_path, actions, schedule, early=False, **of_job):
     """Train with these and without: to the bit, and what is asked for happens."""
-    left = []
-    for asked, evicts in (({}, False), (ASKED[actions], 'evict' in actions)):
-        file = tmp_path / f'{len(left)}.json'
-        file.write_text(plan(schedule, evicts).to_json())
-        job = Job(file=str(file), **{'te': False, **of_job, **asked})
-        left.append(ranks(2).run(train, job, job.argv('', early, data)))
-    plain, found = left
+    plain, found = (
+        leave(ranks, data, tmp_path, plan(schedule, evicts), early, **of_job, **asked)
+        for asked, evicts in (({}, False), (ASKED[actions], 'evict' in actions))
+    )
     assert_same(found, plain)
     assert (actions != 'recompute') == any(rank.moved for rank in found)
     assert not early or any(rank.early for rank in found)
@@ -97,13 +102,10 @@ def test_planned(ranks, data, tmp_path, action):
     made = plan_within([(placement, costs)], MICROBATCHES, **asked).schedule
     assert {p.kind for _, p in made} >= {{'recompute': 'R', 'offload': 'L', 'evict': 'E'}[action]}
     plain = in_slices('zb-v', 2, MICROBATCHES, 3)
-    left = []
-    for schedule in (replace(plain, graph=sized(plain.graph, graph.sizes)), made):
-        (file := tmp_path / f'{len(left)}.json').write_text(schedule.to_json())
-        job = Job(te=False, file=str(file))
-        left.append(ranks(2).run(train, job, job.argv('', False, data)))
-    assert_same(left[1], left[0])
-    assert (action != 'recompute') == any(rank.moved for rank in left[1])
+    plain = replace(plain, graph=sized(plain.graph, graph.sizes))
+    kept, found = (leave(ranks, data, tmp_path, schedule) for schedule in (plain, made))
+    assert_same(found, kept)
+    assert (action != 'recompute') == any(rank.moved for rank in found)
 
 
 @pytest.mark.te
@@ -129,11 +131,9 @@ def test_nvidias_loop(ranks, actions):
 @supports('slices of sequences as by 1f1b: GPT on 4 ranks', 'bpipe')
 def test_bpipe(ranks, data, tmp_path):
     """Named, with slices: it evicts, and leaves what 1F1B in the same slices does."""
-    left = []
-    for name in ('1f1b', 'bpipe'):
-        made = in_slices(name, 4, MICROBATCHES, SLICES)
-        (file := tmp_path / f'{name}.json').write_text(made.to_json())
-        job = Job(te=False, pp=4, file=str(file))
-        left.append(ranks(4).run(train, job, job.argv('', False, data)))
-    assert_same(left[1], left[0])
-    assert any(rank.moved for rank in left[1])
+    plain, found = (
+        leave(ranks, data, tmp_path, in_slices(name, 4, MICROBATCHES, SLICES), pp=4)
+        for name in ('1f1b', 'bpipe')
+    )
+    assert_same(found, plain)
+    assert any(rank.moved for rank in found)

@@ -1,12 +1,11 @@
 """Bytes that slices of sequences, and shards of the output layer, hold on each rank at its peak."""
 
 import weakref
-from contextlib import ExitStack
-from unittest import mock
+from functools import partial
 
 import pytest
 import torch
-from example import forget_groups
+from example import program
 from grids import grid
 from models import Job, replacements
 from supported import TOLERANCE, supports
@@ -34,7 +33,7 @@ MICROBATCHES, SLICES, LENGTH, HIDDEN, HEADS, LAYERS = 4, 4, 64, 64, 4, 4
 class BytesOfSlices(Bytes):
     """Bytes that autograd, the store of weight gradients, and attention in slices hold."""
 
-    def __init__(self, store, parameters, attending):
+    def __init__(self, attending, store, parameters):
         super().__init__(store, parameters)
         self._attending = attending  # of each stage, what it keeps of microbatches under way
 
@@ -52,10 +51,35 @@ class BytesOfSlices(Bytes):
         return both + self._sum([t for t in buffers if t.data_ptr() not in seen]), graph
 
 
-def iteration(job, argv, schedule):
-    """One iteration on each rank: bytes before and after each pass; by stage, why bytes stay."""
-    import pretrain_gpt as script
+def iteration(bytes_of, patches, argv, schedule=None, **options):
+    """One iteration on each rank: bytes before and after each pass; by stage, why bytes stay; and
+    its schedule."""
 
+    def replaced(script):
+        yield from patches(script)
+        yield script, 'enable', enable
+
+    def enable(args, stack):
+        plugin = megatron_zbpp.enable(schedule or args.pipeline_schedule, **options)
+        return stack.enter_context(plugin)
+
+    with program(argv, replaced) as at:
+        data = at.optimizer and at.data
+        parameters = [p for model in at.models for p in model.parameters()]
+        held = bytes_of(at.plugin.session.store, parameters)
+        with weighing(held):
+            at.batch(data)
+        record = at.plugin.latest.record
+        assert held.count() == (0, 0), 'something outlived the iteration'
+        marks = [(start[0], end[0]) for start, end in record.marks]
+        stored = at.plugin.session.activations(torch.device('cpu'))
+        stay = {stage: found.stayed for stage, found in stored.bytes.items()}
+        sizes = at.args.pipeline_model_parallel_size, at.args.num_microbatches
+        made = at.plugin.session.programs.schedule(*sizes)
+        return dict(zip(record.passes, marks, strict=True)), stay, made
+
+
+def iteration_of_slices(job, argv, schedule):
     from megatron_zbpp.mcore.techniques import sliced
     from megatron_zbpp.mcore.techniques.sliced_layers import Kept
 
@@ -65,26 +89,11 @@ def iteration(job, argv, schedule):
         attending.add(made := Kept())
         return made
 
-    with ExitStack() as stack:
-        stack.callback(forget_groups)
-        for owner, name, replacement in replacements(script, job):
-            stack.enter_context(mock.patch.object(owner, name, replacement, create=True))
-        args = script.parse_args(argv)
-        plugin = stack.enter_context(megatron_zbpp.enable(schedule))
-        script.initialize(args)
-        models = script.build_model(args)
-        script.build_optimizer(args, models)
-        data = script.iterators(args, script.build_datasets(args)[0], 0)
-        parameters = [p for model in models for p in model.parameters()]
-        held = BytesOfSlices(plugin.session.store, parameters, attending)
-        with weighing(held), mock.patch.object(sliced, 'Kept', kept):
-            script.run_batch(args, models, data)
-        record = plugin.latest.record
-        assert held.count() == (0, 0), 'something outlived the iteration'
-        marks = [(start[0], end[0]) for start, end in record.marks]
-        stored = plugin.session.activations(torch.device('cpu'))
-        stay = {stage: found.stayed for stage, found in stored.bytes.items()}
-        return dict(zip(record.passes, marks, strict=True)), stay
+    def patches(script):
+        yield from replacements(script, job)
+        yield sliced, 'Kept', kept
+
+    return iteration(partial(BytesOfSlices, attending), patches, argv, schedule)
 
 
 def trained(ranks, data, made, recompute=None):
@@ -93,7 +102,7 @@ def trained(ranks, data, made, recompute=None):
     name = 'zb-v' if made.placement.num_chunks > 1 else '1f1b'
     argv = [*job.argv(name, False, data), '--hidden-size', HIDDEN, '--seq-length', LENGTH]
     argv += ['--num-attention-heads', HEADS, '--global-batch-size', MICROBATCHES]
-    return ranks(2).run(iteration, job, list(map(str, argv)), made)
+    return ranks(2).run(iteration_of_slices, job, argv, made)
 
 
 def of_all_tokens(made):
@@ -134,8 +143,8 @@ def test_live_bytes(ranks, data, schedule, again, recompute):
     made = in_slices(schedule, 2, MICROBATCHES, SLICES)
     made = for_megatron(recomputed(made, 'all') if again else made)
     results = trained(ranks, data, made, recompute)
-    costs = amounts({p: held for passes, _ in results for p, held in passes.items()}, made)
-    for order, planned, (passes, _) in zip(made.passes, live(made, costs), results, strict=True):
+    costs = amounts({p: held for passes, *_ in results for p, held in passes.items()}, made)
+    for order, planned, (passes, *_) in zip(made.passes, live(made, costs), results, strict=True):
         assert tuple(passes) == order
         counted = [after for _, after in passes.values()]
         assert max(planned) == pytest.approx(max(counted), rel=0.02)
@@ -146,7 +155,7 @@ def test_live_bytes(ranks, data, schedule, again, recompute):
 def test_keys_and_values_stay(ranks, data):
     """Where slices go to the host; it is said why: of those that leave the last saves most."""
     made = offloaded(in_slices('gpipe', 2, MICROBATCHES, SLICES), 'all')
-    for rank, (_, stay) in enumerate(trained(ranks, data, made)):
+    for rank, (_, stay, _) in enumerate(trained(ranks, data, made)):
         seen = 1 + max(p.slice for p in made.passes[rank] if p.kind == 'O')
         assert stay[rank]['needed by other slices'] == of_all_tokens(made) * seen / SLICES
         assert stay[rank].get('held by others', 0) < of_all_tokens(made) / 8
@@ -159,7 +168,7 @@ FLOAT = 4
 class BytesOfShards(Bytes):
     """Bytes that autograd, the store of weight gradients, and shards between S and T hold."""
 
-    def __init__(self, store, parameters, shards, parts):
+    def __init__(self, shards, parts, store, parameters):
         super().__init__(store, parameters)
         self._shards, self._parts = shards, parts
 
@@ -171,9 +180,6 @@ class BytesOfShards(Bytes):
 
 
 def iteration_of_shards(argv, shared):
-    """One iteration on each rank: its schedule, and bytes before and after each pass."""
-    import pretrain_gpt as script
-
     from megatron_zbpp.mcore.techniques import split_vocabulary as vocabulary
 
     shards, parts = weakref.WeakSet(), weakref.WeakSet()
@@ -188,33 +194,20 @@ def iteration_of_shards(argv, shared):
         parts.update(part)
         return made, part
 
-    with ExitStack() as stack:
-        stack.callback(forget_groups)
-        stack.enter_context(mock.patch.object(script, 'VOCABULARY', WORDS))
-        stack.enter_context(mock.patch.object(vocabulary, 'Shards', Known))
-        stack.enter_context(mock.patch.object(vocabulary.OutputShard, '_logits', noted))
-        args = script.parse_args(argv)
-        layer = {'vocab_parallel': 'output'} if shared else {}
-        plugin = stack.enter_context(megatron_zbpp.enable(args.pipeline_schedule, **layer))
-        script.initialize(args)
-        stack.enter_context(mock.patch.object(script, 'draw_weights', lambda *_: None))
-        models = script.build_model(args)
-        script.build_optimizer(args, models)
-        data = script.iterators(args, script.build_datasets(args)[0], 0)
-        parameters = [p for model in models for p in model.parameters()]
-        held = BytesOfShards(plugin.session.store, parameters, shards, parts)
-        with weighing(held):
-            script.run_batch(args, models, data)
-        record = plugin.latest.record
-        schedule = plugin.session.programs.schedule(RANKS, BATCHES)
-        marks = [(start[0], end[0]) for start, end in record.marks]
-        return schedule, dict(zip(record.passes, marks, strict=True))
+    def patches(script):
+        yield script, 'VOCABULARY', WORDS
+        yield vocabulary, 'Shards', Known
+        yield vocabulary.OutputShard, '_logits', noted
+        yield script, 'draw_weights', lambda *_: None
+
+    layer = {'vocab_parallel': 'output'} if shared else {}
+    return iteration(partial(BytesOfShards, shards, parts), patches, argv, **layer)
 
 
 def planned(schedule, results):
     """Bytes by rank after each pass, as the simulator says. Of the layers as the first microbatch
     tells, of S by the shapes of what it makes."""
-    found = {p: held for _, passes in results for p, held in passes.items()}
+    found = {p: held for passes, *_ in results for p, held in passes.items()}
     stages = range(schedule.num_stages)
 
     def added(kind):
@@ -243,13 +236,13 @@ def test_memory(ranks, data, schedule, shards):
     Logits are most of what it holds. Of each microbatch a rank has a shard of four, and those of so
     many at once between S and T as `shards`."""
     job = Job(te=False, pp=RANKS, microbatches=BATCHES)
-    argv = [*map(str, [*job.argv(schedule, False, data), *UNTIED])]
+    argv = [*job.argv(schedule, False, data), *UNTIED]
     most = []
     for shared in (True, False):
         results = ranks(RANKS).run(iteration_of_shards, argv, shared)
-        made, _ = results[0]
+        *_, made = results[0]
         by_rank = planned(made, results)
-        for order, expected, (_, passes) in zip(made.passes, by_rank, results, strict=True):
+        for order, expected, (passes, *_) in zip(made.passes, by_rank, results, strict=True):
             assert tuple(passes) == order
             counted = [after for _, after in passes.values()]
             assert expected == pytest.approx(counted, rel=0, abs=0.02 * max(counted))

@@ -1,10 +1,8 @@
 """Slices of sequences in Megatron's models: as on one rank, close to whole sequences."""
 
 import functools
-import logging
 import math
 import re
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -15,6 +13,7 @@ import torch
 from grids import grid
 from models import Job, assert_same, reference, train
 from nvidia import by, needs_training, run, since
+from outcome import logged
 from supported import TOLERANCE, supports
 from test_launch import NO_CLIPPING, PIPELINE
 
@@ -284,19 +283,9 @@ def test_auxiliary_losses_weigh_what_their_slice_has(ranks):
 LONG = ['--seq-length', '1024']
 
 
-@contextmanager
 def told(_=None):
     """What the plugin logs of slices within the block."""
-    said = []
-    listening = logging.Handler()
-    listening.addFilter(lambda record: record.getMessage().startswith('slices '))
-    listening.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger('megatron_zbpp')
-    logger.addHandler(listening)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(listening)
+    return logged('megatron_zbpp', 'slices ')
 
 
 def sizes_in(line):
@@ -320,7 +309,7 @@ def test_at_the_first_call(ranks, data, slices, schedule):
     job = Job(te=False, iterations=2, microbatches=2)
     argv = [*job.argv(schedule, False, data), *LONG]
     found = ranks(2).run(sliced, slices, job, argv)
-    lines = [line for _, own in found for line in own]
+    lines = [line for _, own in found for line, _ in own]
     assert len(lines) == 1 and lines[0].startswith(f'slices {slices}: as --pipeline-slices ')
     sizes = sizes_in(lines[0])
     pinned = ranks(2).run(sliced, sizes, job, argv)
@@ -339,6 +328,6 @@ def test_found_in_nvidias_loop(ranks):
     flags = [*PIPELINE, *NO_CLIPPING, '--train-iters', 2, '--global-batch-size', 2]
     flags += [*LONG, '--max-position-embeddings', 1024, '--pipeline-schedule', 'zb-v']
     found = run(ranks(2), *flags, '--pipeline-slices', 'balanced:3', event=told)
-    (line,) = (line for lines in found.reported for line in lines)
+    ((line, _),) = (told for lines in found.reported for told in lines)
     pinned = run(ranks(2), *flags, '--pipeline-slices', sizes_in(line))
     assert found.losses == pinned.losses and found.parameters == pinned.parameters

@@ -1,14 +1,12 @@
 """NVIDIA's loop for long: what each rank holds at its end is what it held soon after its start."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from unittest import mock
 
 import psutil
 import pytest
+from events import before
 from grids import some
 from nvidia import COMMON, needs_training, train
 
@@ -41,16 +39,15 @@ def weighed(training):
     """What the rank holds, a hundred times in the run."""
     from megatron.training import get_args
 
-    original, process, found = training.training_log, psutil.Process(), []
+    process, found = psutil.Process(), []
 
-    def training_log(loss_dict, total, lr, iteration, *rest, **named):
+    def weigh(loss_dict, total, lr, iteration, *_, **__):
         if iteration % max(1, get_args().train_iters // 100) == 0:
             memory, early = process.memory_info(), enabled.plugin.post_validation.early
             own = (memory.rss - memory.shared) / 2**20
             found.append(Held(iteration, own, process.num_threads(), process.num_fds(), early))
-        return original(loss_dict, total, lr, iteration, *rest, **named)
 
-    with mock.patch.object(training, 'training_log', training_log):
+    with before((training, 'training_log', weigh)):
         yield found
 
 

@@ -18,12 +18,19 @@ from megatron_zbpp.mcore.optimizer.early_steps import EarlySteps, ForwardsAhead
 pytestmark = [pytest.mark.each_release, pytest.mark.on_ranks(2)]
 
 
-def refused(name, value):
-    from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
+def leaf_of(**settings):
+    from megatron.core.optimizer.optimizer import FP32Optimizer
 
     leaf = FP32Optimizer.__new__(FP32Optimizer)
-    leaf.is_stub_optimizer = name == 'stub'
-    leaf.config = leaf.ddp_config = SimpleNamespace(**{name: value})
+    leaf.is_stub_optimizer = 'stub' in settings
+    leaf.config = leaf.ddp_config = SimpleNamespace(**settings)
+    return leaf
+
+
+def refused(name, value):
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    leaf = leaf_of(**{name: value})
     return split_step.refusal(ChainedOptimizer([leaf])), split_step.refusal(leaf)
 
 
@@ -39,12 +46,8 @@ def test_refused_settings_are_named(name):
 
 def of_types(**types):
     """What is said of a precision-aware optimizer with state of such types."""
-    from megatron.core.optimizer.optimizer import FP32Optimizer
-
-    leaf = FP32Optimizer.__new__(FP32Optimizer)
     types = {name: getattr(torch, each) for name, each in types.items()}
-    leaf.config = SimpleNamespace(use_precision_aware_optimizer=True, **types)
-    return split_step.refusal(leaf)
+    return split_step.refusal(leaf_of(use_precision_aware_optimizer=True, **types))
 
 
 @supports('steps validated later: `{name}` in fp16 or FP8', 'any+post-validation', WAITS)

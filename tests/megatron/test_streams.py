@@ -2,8 +2,6 @@
 DistributedDataParallel is made on a side stream, as NVIDIA's loop makes it. Process groups use
 streams as NCCL's do. Autograd's engine, its threads and its choice of streams are torch's own."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from contextlib import ExitStack, contextmanager

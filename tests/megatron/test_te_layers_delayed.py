@@ -14,7 +14,7 @@ import torch
 from example import forget_groups
 from gpu import CUDA
 from outcome import error_of
-from te_modules import EXPERTS, FFN, HIDDEN, layer_config
+from test_te_layers import EXPERTS, FFN, HIDDEN, layer_config
 
 from megatron_zbpp.emulation import cpu
 from megatron_zbpp.mcore.iteration.model_checks import every_weight_gradient

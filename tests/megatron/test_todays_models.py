@@ -1,19 +1,22 @@
-"""Toys of today's models in NVIDIA's loop, hybrid ones among them: to the bit as by Megatron."""
-
-from __future__ import annotations
+"""Toys of today's models in NVIDIA's loop, hybrid ones and multi-token prediction among them: to
+the bit as by Megatron."""
 
 import math
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import events
 import pytest
+import wheels
 from grids import grid, some
 from nvidia import by, go_on, known, needs_training, run, since
-from ranks import Ranks
-from supported import TOLERANCE, absent, supports
+from ranks import Pool, RankError, Ranks
+from supported import TOLERANCE, absent, refuses, supports
 from test_auto import told
 from test_launch import MOE, NO_CLIPPING
-from test_same_start import P2, require_same_start
+from test_same_start import P2, P4, require_same_start
+from test_te_launch import TE
 from wheels import skip_oldest
 
 pytestmark = needs_training
@@ -43,7 +46,6 @@ MODELS = {
     'Llama 3': [*BASE, *QUERY_GROUPS, '--use-rope-scaling', '--rotary-base', 500000],
     'GPT-OSS': [*NORMS, *QUERY_GROUPS, *SINKS, *EXPERTS, 'none'],
 }
-TE = ['--transformer-impl', 'transformer_engine', '--bf16', '--moe-grouped-gemm']
 
 
 @supports('a toy of {model}')
@@ -66,7 +68,7 @@ def needs_yarn(ranks: Ranks) -> None:
 @some('p', [2], 4)
 def test_transformer_engine(request, te_ranks, tmp_path, model, schedule, p):
     """Of layers that only Transformer Engine has."""
-    flags = [*MODELS[model], *TE]
+    flags = [*MODELS[model], *TE, '--moe-grouped-gemm']
     if model == 'GPT-OSS':
         needs_yarn(te_ranks(p))
         skip_oldest(request, 'does not initialise the share of attention that goes nowhere')
@@ -88,13 +90,7 @@ def compare(ranks: Ranks, folder: Path, p: int, flags: list, schedule: str) -> N
 
 
 SPEC = ['--spec', 'megatron.core.models.hybrid.hybrid_layer_specs', 'hybrid_stack_spec']
-TE_ROPE = [
-    '--transformer-impl',
-    'transformer_engine',
-    '--bf16',
-    '--position-embedding-type',
-    'rope',
-]
+TE_ROPE = [*TE, '--position-embedding-type', 'rope']
 PATTERN = '--hybrid-layer-pattern'
 PATTERNS = {
     'attention and MLP': ['*-*-*-*-'],
@@ -165,3 +161,119 @@ def segments(pattern: str, stages: int) -> str:
     main, slash, rest = pattern.partition('/')
     each = len(main) // stages
     return '|'.join(main[i : i + each] for i in range(0, len(main), each)) + slash + rest
+
+
+SEEDS = ['--pipeline-dropout-seeds']
+Layers = tuple[Callable[[int], Ranks], list]
+MTP = """--untie-embeddings-and-output-weights --position-embedding-type rope
+    --clip-grad 1e9 --global-batch-size 6 --train-iters 3""".split()
+
+
+def mtp(te: list, p: int, depth: int, *more: object) -> list:
+    """Flags of a model of two layers a rank that predicts so many more tokens."""
+    sizes = ['--pipeline-model-parallel-size', p, '--num-layers', 2 * p, '--mtp-num-layers', depth]
+    return [*MTP, *te, *sizes, *more]
+
+
+def can_be_megatrons() -> bool:
+    """On each rank: whether such a model is built without Transformer Engine: until 0.19."""
+    from megatron.core.transformer import multi_token_prediction
+
+    ask = getattr(multi_token_prediction, 'is_inference_column_parallel_linear', None)
+    try:
+        return ask is None or not ask(None)
+    except TypeError:  # it looks for classes that are derived from Transformer Engine's
+        return False
+
+
+@pytest.fixture(scope='module')
+def layers_here(ranks) -> Iterator[Layers]:
+    """Ranks, and flags for Megatron's own layers, or else for Transformer Engine's."""
+    if ranks(2).run(can_be_megatrons)[0]:
+        yield ranks, []
+        return
+    pool = Pool(wheels.install, wheels.transformer_engine(wheels.NEWEST))
+    yield lambda size: Ranks(size, pool), TE
+    pool.stop()
+
+
+@pytest.fixture
+def layers(layers_here, record_property) -> Layers:
+    """The same, and the record of what this test shows says of which they are."""
+    if layers_here[1]:
+        record_property('te', wheels.NEWEST)
+    return layers_here
+
+
+@supports('training from scratch, the same start: multi-token prediction', 'zb-v')
+@pytest.mark.full
+def test_multi_token_prediction_from_scratch(layers):
+    """The last rank draws a copy of the embedding before its layers, some of which others hold."""
+    ranks, te = layers
+    require_same_start(ranks(4), [*MTP, *te, *P4, '--mtp-num-layers', 2])
+
+
+@supports('multi-token prediction, depth {depth}')
+@grid(depth=(1, 2), p=(2, 4), schedule=('zb-h1', 'zb-v', 'dualpipe-v', 'interleaved', 'auto'))
+def test_multi_token_prediction(layers, tmp_path, depth, p, schedule):
+    """From a checkpoint that Megatron's own 1F1B saved; its layout is that of one chunk a rank."""
+    ranks, te = layers
+    _, stock = go_on(ranks(p), tmp_path, mtp(te, p, depth), by(schedule))
+    assert {'mtp', 'embedding'} <= stock.parameters.keys()
+
+
+@supports('multi-token prediction, depth 2', '{schedule}+post-validation')
+@pytest.mark.parametrize('schedule', ['zb-2p', 'zb-v'])
+def test_post_validation(layers, tmp_path, schedule):
+    """Losses of forwards that ran ahead are logged with their own iteration."""
+    ranks, te = layers
+    flags, ours = mtp(te, 2, 2, '--train-iters', 5), by(f'{schedule}+post-validation')
+    logs = {'event': events.mtp_losses, 'stock_event': events.mtp_losses}
+    ours, stock = go_on(ranks(2), tmp_path, flags, ours, **logs)
+    assert ours.reported[-1] == stock.reported[-1][1:]
+    assert len({tuple(losses) for losses in stock.reported[-1]}) == 5, 'of the rank that has them'
+
+
+@supports(
+    'dropout seeded as in our 1f1b with `--pipeline-dropout-seeds`: multi-token prediction', 'zb-v'
+)
+def test_dropout_seeds(layers):
+    """From scratch; its layers have masks of their own, and those of its embedding go with them."""
+    ranks, te = layers
+    flags = mtp(te, 2, 2, '--hidden-dropout', 0.1, '--attention-dropout', 0.1)
+    plain, seeded, ours = (
+        run(ranks(2), *flags, *by(name), *more)
+        for name, more in (('1f1b', []), ('1f1b', SEEDS), ('zb-v', SEEDS))
+    )
+    assert ours.losses == seeded.losses != plain.losses and len(ours.losses) == 3
+    assert ours.parameters == seeded.parameters
+
+
+@supports('multi-token prediction in a stage of its own, depth {depth}', 'zb-h1')
+@pytest.mark.parametrize('depth', [1, 2])
+def test_a_stage_of_its_own(layers, tmp_path, depth):
+    """Its message to the stage of the loss is longer than all others; it resumes as stock does."""
+    ranks, te = layers
+    layout = f'Etttt|tttt|{"m" * depth}|L'
+    flags = mtp(te, 4, depth, '--pipeline-model-parallel-layout', layout)
+    saving = ['--save', tmp_path, '--save-interval', 1]
+    stock = run(ranks(4), *flags, *saving)
+    assert len(set(stock.losses.values())) == 3
+    assert run(ranks(4), *flags, *by('zb-h1')) == stock
+    loading = ['--load', tmp_path, '--ckpt-step', 1]
+    again = run(ranks(4), *flags, *loading)
+    assert run(ranks(4), *flags, *by('zb-h1'), *loading) == again
+    # Megatron's own: copies of the embedding part after a resume (docs/limits.md)
+    assert again.losses != since(1, stock.losses) and again.losses[2] == stock.losses[2]
+
+
+@refuses(
+    'multi-token prediction in a stage of its own',
+    'it must come before the stage of the loss',
+    'zb-v',
+)
+def test_a_stage_of_its_own_needs_a_loop(layers):
+    ranks, te = layers
+    flags = mtp(te, 2, 1, '--pipeline-model-parallel-layout', 'Ett|tt|m|L')
+    with pytest.raises(RankError, match='before the stage of the loss'):
+        run(ranks(2), *flags, *by('zb-v'))

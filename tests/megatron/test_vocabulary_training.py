@@ -145,34 +145,33 @@ def compare(found, stock, job, tied=False):
 HOSTS = ('1f1b', 'zb-v', 'zb-h1')
 
 
+def check(trained, job, schedule, slices=None, layers=OUTPUT, tied=False, alike=True, **techniques):
+    """Close to stock of whole sequences, layers and activations, which a schedule leaves so; and to
+    the bit as 1F1B in the same slices with all that is kept, if all schedules are `alike`."""
+    found = trained(job, schedule, slices, layers, tied, **techniques)
+    compare(found, trained(job, 'megatron', None, OUTPUT, tied), job, tied)
+    if alike:
+        plain = trained(job, HOSTS[0], slices, layers, tied)
+        assert_same(*(of_ranks(each, layers) for each in (found, plain)), job.iterations)
+
+
 @supports('the output layer on all ranks: GPT', '{schedule}', TOLERANCE)
 @some('schedule', HOSTS, 'v-half', 'interleaved')
 def test_close_to_stock(trained, schedule):
-    """And all schedules alike."""
-    job = few()
-    found = trained(job, schedule)
-    compare(found, trained(job, 'megatron'), job)
-    assert_same(of_ranks(found), of_ranks(trained(job, HOSTS[0])), job.iterations)
+    check(trained, few(), schedule)
 
 
 @supports('the output layer on all ranks, in {slices} slices: GPT', '{schedule}', TOLERANCE)
 @grid(schedule=(*HOSTS[:2], 'slimpipe'), slices=(4, '5,3,6,2'))
 def test_slices_close_to_stock(trained, schedule, slices):
-    """Stock has whole sequences, and the whole layer; all schedules are alike."""
-    job = few()
-    found = trained(job, schedule, slices)
-    compare(found, trained(job, 'megatron'), job)
-    assert_same(of_ranks(found), of_ranks(trained(job, HOSTS[0], slices)), job.iterations)
+    check(trained, few(), schedule, slices)
 
 
 @supports('the output layer on all ranks, beside {technique}: GPT', '{schedule}', TOLERANCE)
 @grid(technique=('recompute', 'offload'), schedule=('1f1b', 'zb-v'), slices=(4, None))
 def test_activations_elsewhere(trained, technique, schedule, slices):
-    """To the bit as with all that is kept, the stage before the output layer included."""
-    job = few()
-    found = trained(job, schedule, slices, **{technique: 'all'})
-    kept = trained(job, HOSTS[0], slices)
-    assert_same(of_ranks(found), of_ranks(kept), job.iterations)
+    """The stage before the output layer included."""
+    check(trained, few(), schedule, slices, **{technique: 'all'})
 
 
 @supports('the output layer and the embedding on all ranks: {layers} GPT', '{schedule}', TOLERANCE)
@@ -182,12 +181,7 @@ def test_activations_elsewhere(trained, technique, schedule, slices):
     *product(('untied', 'tied'), ('zb-v', 'zb-h1', 'interleaved')),
 )
 def test_both_layers(trained, layers, schedule):
-    """Close to stock, and all schedules alike."""
-    job, tied = few(), layers == 'tied'
-    found = trained(job, schedule, None, BOTH, tied)
-    compare(found, trained(job, 'megatron', None, OUTPUT, tied), job, tied)
-    alike = trained(job, '1f1b', None, BOTH, tied)
-    assert_same(of_ranks(found, BOTH), of_ranks(alike, BOTH), job.iterations)
+    check(trained, few(), schedule, None, BOTH, layers == 'tied')
 
 
 @supports(
@@ -203,13 +197,9 @@ def test_both_layers(trained, layers, schedule):
     layers=('tied', 'untied'),
 )
 def test_both_layers_beside_others(trained, technique, slices, schedule, layers):
-    """To the bit as with all that is kept, and alike in all schedules of the same slices."""
-    job, tied, cut = few(), layers == 'tied', None if slices == 'no' else slices
+    cut = None if slices == 'no' else slices
     more = {} if technique == 'no other' else {technique: 'all'}
-    found = trained(job, schedule, cut, BOTH, tied, **more)
-    compare(found, trained(job, 'megatron', None, OUTPUT, tied), job, tied)
-    alike = trained(job, '1f1b', cut, BOTH, tied)
-    assert_same(of_ranks(found, BOTH), of_ranks(alike, BOTH), job.iterations)
+    check(trained, few(), schedule, cut, BOTH, layers == 'tied', **more)
 
 
 @some('schedule', ['zb-v'], '1f1b')
@@ -228,44 +218,26 @@ def test_without_the_flag_no_function_of_it_is_called(ranks, data, schedule):
         assert plain['runtime/executor.py'] > 0 < sharded['runtime/executor.py']
 
 
+BY_TOKEN, SHARDED = 'tensor parallelism, loss by token', 'bf16, distributed optimizer'
 JOBS = {
+    BY_TOKEN: few('loss by token', tp=2, shared=False),
     'SwiGLU on 4 ranks': few('SwiGLU', pp=4, layers=1),
-    'bf16, distributed optimizer': few(bf16=True, distributed=True, overlap=True, dp=2),
+    SHARDED: few(bf16=True, distributed=True, overlap=True, dp=2),
+    'learned positions': few('loss by token', tp=2, shared=False, positions='learned_absolute'),
 }
 
 
-@supports('the output layer on all ranks: tensor parallelism, loss by token', 'zb-h1', TOLERANCE)
-def test_tensor_parallelism(trained):
-    job = few('loss by token', tp=2, shared=False)
-    compare(trained(job, 'zb-h1'), trained(job, 'megatron'), job)
+@supports('the output layer on all ranks: {model}', 'zb-h1', TOLERANCE)
+@some('model', [BY_TOKEN], *[*JOBS][1:3])
+def test_models(trained, model):
+    check(trained, JOBS[model], 'zb-h1', alike=model != BY_TOKEN)
 
 
 @supports('the output layer and the embedding on all ranks: {case}', '1f1b', TOLERANCE)
-@some(
-    'case',
-    ['tied, tensor parallelism, loss by token'],
-    'bf16, distributed optimizer',
-    'learned positions',
-)
+@some('case', [f'tied, {BY_TOKEN}'], SHARDED, 'learned positions')
 def test_both_layers_of(trained, case):
-    cases = {
-        'bf16, distributed optimizer': JOBS['bf16, distributed optimizer'],
-        'learned positions': few('loss by token', tp=2, shared=False, positions='learned_absolute'),
-    }
-    job = cases.get(case, few('loss by token', tp=2, shared=False))
-    tied = case.startswith('tied')
-    found = trained(job, '1f1b', None, BOTH, tied)
-    compare(found, trained(job, 'megatron', None, OUTPUT, tied), job, tied)
-
-
-@pytest.mark.full
-@supports('the output layer on all ranks: {model}', 'zb-h1', TOLERANCE)
-@grid(model=tuple(JOBS))
-def test_models(trained, model):
-    job = JOBS[model]
-    found = trained(job, 'zb-h1')
-    compare(found, trained(job, 'megatron'), job)
-    assert_same(of_ranks(found), of_ranks(trained(job, HOSTS[0])), job.iterations)
+    job = JOBS[case.removeprefix('tied, ')]
+    check(trained, job, '1f1b', None, BOTH, case.startswith('tied'))
 
 
 @pytest.mark.te
@@ -273,14 +245,10 @@ def test_models(trained, model):
 @supports("the output layer on all ranks: {kind} of Transformer Engine's", 'zb-v', TOLERANCE)
 @pytest.mark.parametrize('kind', ['sequence parallel', 'MLA', 'sequence parallel, embedding tied'])
 def test_te_layers(te_ranks, data, kind):
-    job = Job('MLA') if kind == 'MLA' else Job('SwiGLU', tp=2)
-    job = replace(job, iterations=2, microbatches=4, evaluation=True)
+    job = few('MLA', te=True) if kind == 'MLA' else few('SwiGLU', te=True, tp=2)
     tied = kind.endswith('tied')
-    layers = BOTH if tied else OUTPUT
-    found, stock = (
-        leave(te_ranks, data, job, name, None, layers, tied) for name in ('zb-v', 'megatron')
-    )
-    compare(found, stock, job, tied)
+    leaving = functools.partial(leave, te_ranks, data)
+    check(leaving, job, 'zb-v', None, BOTH if tied else OUTPUT, tied, alike=False)
 
 
 def first_call(argv):
@@ -320,14 +288,16 @@ def first_call(argv):
     def model_alone(model):
         return model(tokens, tokens, None, labels=tokens)
 
+    def call_of(model, forward_step):
+        given = {'data_iterator': None, 'seq_length': 4, 'micro_batch_size': 1}
+        given |= {'num_microbatches': 1, 'model': model, 'forward_step_func': forward_step}
+        return Call(Arguments(**given), WeightGradStore(), 1, torch.device('cpu'))
+
     def passes(forward_step):
         """F, S and T of a microbatch."""
-        given = {'data_iterator': None, 'seq_length': 4, 'micro_batch_size': 1}
-        given |= {'num_microbatches': 1, 'model': built()}
-        arguments = Arguments(forward_step_func=forward_step, **given)
-        call = Call(arguments, WeightGradStore(), 1, torch.device('cpu'))
+        call = call_of(model := built(), forward_step)
         wraps = {'split_vocabulary': vocabulary.OutputWrapper}
-        stage = ModelStage(call, arguments.model, None, None, True, wraps)
+        stage = ModelStage(call, model, None, None, True, wraps)
         actions = vocabulary.Shards([stage], [(4, 1)]).actions
         packed = stage.forward(Pass(F, 0, 0), None)
         made = actions[S](Pass(S, 1, 0), {'hidden': [packed]})
@@ -336,18 +306,10 @@ def first_call(argv):
 
     def read(input_ids):
         """D, of a model that is called with these tokens."""
-        inner = SimpleNamespace(pre_process=True, forward=lambda input_ids: None)
         module = torch.nn.Module()
-        vars(module).update(vars(inner))
+        vars(module).update(pre_process=True, forward=lambda input_ids: None)
         module.embedding = SimpleNamespace(word_embeddings=SimpleNamespace(tokens=None))
-        given = {'data_iterator': None, 'seq_length': 4, 'micro_batch_size': 1}
-        given |= {'num_microbatches': 1, 'model': module}
-
-        def forward_step(data, model):
-            return model(input_ids)
-
-        arguments = Arguments(forward_step_func=forward_step, **given)
-        call = Call(arguments, WeightGradStore(), 1, torch.device('cpu'))
+        call = call_of(module, lambda data, model: model(input_ids))
         stage = SimpleNamespace(call=call, model=module, data_iterator=None)
         assert embedding.EmbeddingWrapper(stage).read(Pass('D', 0, 0)) is input_ids
 
@@ -405,8 +367,8 @@ SAID = {
 def layer_of_its_own(argv):
     """Runs on each of two ranks: what is said where the last one has an output layer of its own."""
     import pretrain_gpt as script
-    from blocking_head import Head
     from megatron.core.tensor_parallel import ColumnParallelLinear
+    from test_vocabulary_oracle import Head
 
     class Capped(ColumnParallelLinear):
         pass

@@ -4,10 +4,8 @@ It wants a Megatron-Core of its own and much that its trainings on a CPU never c
 other data, quantization, resilience): what it imports of that and nobody calls is stood in for.
 """
 
-from __future__ import annotations
-
 import importlib.util
-import subprocess
+import json
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader
@@ -17,31 +15,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import pytest
 import wheels
-from once import made_once, reason
+from once import made_once
 from supported import absent
 
 VERSION = '0.6.2'
-_PACKAGES = (
-    f'megatron-bridge=={VERSION}',
-    'transformers==5.12.1',
-    'huggingface-hub<2',
-    'tokenizers<=0.23.0',
-    'safetensors',
-    'regex',
-    'pyyaml',
-    'omegaconf==2.3.1',
-    'antlr4-python3-runtime==4.9.3',
-    'hydra-core<1.4',
-    'httpx',
-    'httpcore',
-    'h11',
-    'anyio',
-    'idna',
-    'certifi',
-    'six',
-)
+_REQUIREMENTS = Path(__file__).with_suffix('.txt')  # of what its trainings here call
 _UNUSED = (
     'accelerate',
     'datasets',
@@ -59,11 +38,9 @@ def folder() -> Path:
         absent(f'Megatron-Bridge {VERSION} is for later releases, which need Python 3.12')
 
     def download(part: Path) -> None:
-        command = [sys.executable, '-m', 'pip', 'install', '--quiet', '--no-deps', '--retries', '1']
-        wanted = ['--no-compile', '--target', part, *_PACKAGES]
-        done = subprocess.run([*command, *wanted], capture_output=True, text=True, timeout=280)
-        if done.returncode:
-            pytest.skip(f'megatron-bridge {VERSION} cannot be installed: {reason(done.stderr)}')
+        wanted = [f'megatron-bridge=={VERSION}', '--requirement', _REQUIREMENTS]
+        options = '--quiet --no-deps --retries 1 --no-compile --target'.split()
+        wheels.pip(f'megatron-bridge {VERSION}', 'install', *options, part, *wanted)
 
     return made_once(Path(sys.prefix) / 'megatron_bridge' / VERSION, download)
 
@@ -111,31 +88,7 @@ def install(bridge: Path, transformer_engine: Path) -> None:
 
 def config(**changes: Any) -> SimpleNamespace:
     """What our check reads of a recipe's configuration: of two pipeline ranks and four layers."""
-    model = {
-        'pipeline_model_parallel_size': 2,
-        'pipeline_model_parallel_layout': None,
-        'virtual_pipeline_model_parallel_size': None,
-        'tensor_model_parallel_size': 1,
-        'context_parallel_size': 1,
-        'sequence_parallel': False,
-        'num_layers': 4,
-        'account_for_embedding_in_pipeline_split': False,
-        'account_for_loss_in_pipeline_split': False,
-        'num_moe_experts': None,
-        'share_embeddings_and_output_weights': False,
-        'defer_embedding_wgrad_compute': False,
-        'delay_wgrad_compute': False,
-        'overlap_moe_expert_parallel_comm': False,
-    }
-    return SimpleNamespace(
-        model=SimpleNamespace(**model | changes),
-        train=SimpleNamespace(micro_batch_size=1, global_batch_size=4, rampup_batch_size=None),
-        comm_overlap=None,
-        rerun_state_machine=SimpleNamespace(rerun_mode='disabled'),
-        logger=SimpleNamespace(log_interval=1, log_params_norm=False),
-        checkpoint=SimpleNamespace(async_save=False),
-        dist=SimpleNamespace(
-            use_megatron_fsdp=False, use_torch_fsdp2=False, use_decentralized_pg=False
-        ),
-        ddp=SimpleNamespace(use_megatron_fsdp=False),
-    )
+    text = Path(__file__).with_suffix('.json').read_text()
+    made = json.loads(text, object_hook=lambda fields: SimpleNamespace(**fields))
+    vars(made.model).update(changes)
+    return made

@@ -1,7 +1,5 @@
 """A headless Chromium, driven over its DevTools pipe: no driver, no package."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Collectives of this process, counted where they reach their process group."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Lines of `zbpp` that each command takes, and how a line ends."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Sequence

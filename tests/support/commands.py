@@ -1,7 +1,5 @@
 """Runs commands that start processes of their own: past their time, all of them end."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex

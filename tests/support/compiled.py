@@ -1,7 +1,5 @@
 """Compiles before all tests what Megatron would in a backward: longer than a test may take."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import json
 import math
 import os
 import random
@@ -19,7 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -36,108 +37,31 @@ from megatron_zbpp.schedules.registry import find
 ITERATIONS = 4
 SAVED = 2  # iteration whose checkpoint a resume loads
 EVENTFUL = 2  # iteration in which gradients overflow, or a rank is killed
-LAST_BITS, ROUNDING = 1e-5, 1e-6
+LAST_BITS = 1e-5
 _PATIENCE = 240  # seconds in which the other ranks of one that is killed have to end
 
 BITS, CLOSE = 'to the bit', 'within rounding'
 REFUSED, ENDS = 'refused', 'every rank ends with an error'
 
-UNTIED = ['--untie-embeddings-and-output-weights']
-LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
-    --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights""".split()
-EXPERTS = """--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall
-    --disable-bias-linear --moe-router-load-balancing-type""".split()
-SIGMOID = ['--moe-router-score-function', 'sigmoid']
-# each with its weight in the draw
-MODELS: dict[str, tuple[int, list[str]]] = {
-    'gpt': (4, []),
-    'untied': (3, UNTIED),
-    'llama': (4, LLAMA),
-    'rmsnorm': (2, ['--normalization', 'RMSNorm']),
-    'qk-layernorm': (2, ['--qk-layernorm', *UNTIED]),
-    'experts': (3, [*EXPERTS, 'aux_loss', '--moe-aux-loss-coeff', '1e-2']),
-    'experts, z-loss': (2, [*EXPERTS, 'none', '--moe-z-loss-coeff', '1e-2']),
-    'experts by sequence': (1, [*EXPERTS, 'seq_aux_loss', '--moe-aux-loss-coeff', '1e-2']),
-    'experts by batch': (1, [*EXPERTS, 'global_aux_loss', '--moe-aux-loss-coeff', '1e-2']),
-    'experts by quantiles': (1, [*EXPERTS, 'quantile_balancing', *SIGMOID]),
-    'experts, sinkhorn': (1, [*EXPERTS, 'sinkhorn', '--moe-router-topk', '1']),
-    'experts, jitter': (1, [*EXPERTS, 'none', '--moe-input-jitter-eps', '0.01']),
-    'experts, one shared': (
-        2,
-        [*EXPERTS, 'none', '--moe-shared-expert-intermediate-size', '32', *UNTIED],
-    ),
-    'experts with a bias': (1, [*EXPERTS, 'none', *SIGMOID, '--moe-router-enable-expert-bias']),
-    'multi-token prediction': (
-        1,
-        [*'--mtp-num-layers 1 --position-embedding-type rope'.split(), *UNTIED],
-    ),
-}
-GROUPS: dict[str, dict[str, tuple[int, list[str]]]] = {
-    'precision': {
-        'fp32': (12, []),
-        'bf16': (4, ['--bf16']),
-        'fp16': (3, ['--fp16', '--initial-loss-scale', '1024']),
-    },
-    'recompute': {
-        'none': (14, []),
-        'uniform': (2, '--recompute-granularity full --recompute-method uniform'.split()),
-        'block': (1, '--recompute-granularity full --recompute-method block'.split()),
-        'selective': (2, ['--recompute-granularity', 'selective']),
-    },
-    'optimizer': {
-        'adam': (10, []),
-        'distributed': (4, ['--use-distributed-optimizer']),
-        'sgd': (1, ['--optimizer', 'sgd']),
-        'decoupled rates': (1, '--decoupled-lr 5e-4 --decoupled-min-lr 1e-4'.split()),
-    },
-    'overlap': {
-        'none': (10, []),
-        'reduce': (3, ['--overlap-grad-reduce']),
-        'reduce and gather': (
-            4,
-            '--overlap-grad-reduce --use-distributed-optimizer --overlap-param-gather'.split(),
-        ),
-    },
-    'loss': {'by microbatch': (6, []), 'by token': (1, ['--calculate-per-token-loss'])},
-    'log': {
-        'losses': (8, []),
-        'zeros': (1, ['--log-num-zeros-in-grad']),
-        'norm': (1, ['--log-params-norm']),
-    },
-    'clip': {'never': (6, ['--clip-grad', '1e9']), 'always': (1, ['--clip-grad', '0.1'])},
-    'evaluation': {
-        'none': (6, []),
-        'amid': (1, '--eval-interval 2 --eval-iters 1 --split 90,10,0'.split()),
-    },
-    'dropout': {
-        'none': (9, []),
-        'yes': (1, '--hidden-dropout 0.1 --attention-dropout 0.1'.split()),
-    },
-}
+_TABLES = json.loads(Path(__file__).with_suffix('.json').read_text())
+
+
+def _weighted(rows: dict[str, Any]) -> dict[str, tuple[int, list[str]]]:
+    """By name: the weight in the draw, and flags."""
+    common = _TABLES['flags']
+    return {name: (weight, text.format(**common).split()) for name, (weight, text) in rows.items()}
+
+
+UNTIED = [_TABLES['flags']['untied']]
+MODELS = _weighted(_TABLES['models'])
+GROUPS = {name: _weighted(rows) for name, rows in _TABLES['groups'].items()}
 # one chunk a rank, loops of chunks as Megatron's own, others; each with its weight
-ONE = {'1f1b': 2, 'gpipe': 1, 'zb-h1': 8, 'zb-1p': 1, 'zb-2p': 3, '2bp': 1}
-ONE |= {'1f1b-pb': 1, 'bpipe': 1}
-LOOPS = {'interleaved': 3, 'zb-interleaved': 4, 'po-h': 1}
-OTHERS = {'1f1b-v': 2, 'zb-v': 8, 'v-half': 3, 'v-min': 2, 'dualpipe-v': 2}
-TWO_WAY = {'dualpipe': 2, 'chimera': 1}
-ASYNCHRONOUS = {'pipedream-2bw': 2, 'pipedream': 1, 'paci': 1, 'pipemare': 1}
+ONE, LOOPS, OTHERS, TWO_WAY, ASYNCHRONOUS = _TABLES['schedules'].values()
 SCHEDULES = ONE | LOOPS | OTHERS | TWO_WAY | ASYNCHRONOUS
-LAYERS_ON_ALL = '--pipeline-vocab-parallel'
-LATER = ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps', '0']
-# of docs/limits.md's table of pairs: name there, and its flags
-TECHNIQUES: dict[str, tuple[int, list[str]]] = {
-    'later': (5, LATER),
-    'offload': (3, ['--pipeline-offload', 'all']),
-    'recompute': (3, ['--pipeline-recompute', 'all']),
-    'sliced': (5, ['--pipeline-slices']),
-    'split_vocabulary': (3, [LAYERS_ON_ALL, 'output']),
-    'split_embedding': (3, [LAYERS_ON_ALL, 'input+output']),
-    'dropout_seeds': (1, ['--pipeline-dropout-seeds']),
-    'prewarm': (2, ['--pipeline-prewarm']),
-}
+TECHNIQUES = _weighted(_TABLES['techniques'])  # of docs/limits.md's table of pairs: name there
 # techniques by which a run equals `1f1b` with them, and not stock
 REFERENCES = 'sliced', 'split_vocabulary', 'split_embedding', 'dropout_seeds'
-EVENTS = {'none': 12, 'resume': 3, 'overflow': 2, 'NaN': 1, 'killed': 1}
+EVENTS: dict[str, int] = _TABLES['events']
 
 
 @dataclass(frozen=True)
@@ -155,11 +79,8 @@ class Composition:
     @property
     def ours(self) -> list[str]:
         """Flags of ours."""
-        return [
-            '--pipeline-schedule',
-            self.schedule,
-            *chain.from_iterable(self.techniques.values()),
-        ]
+        more = chain.from_iterable(self.techniques.values())
+        return ['--pipeline-schedule', self.schedule, *more]
 
     def pairs(self) -> Iterator[tuple[str, str]]:
         """Yield the schedule's own technique with each that is added to it."""
@@ -252,24 +173,8 @@ class Promise(NamedTuple):
     reference: tuple[str, ...] = ()  # flags of ours of the other run; none: stock Megatron
 
 
-EXACT, SHARED = 'exactness.md', 'large-vocabulary.md'
-STOCK = Promise(EXACT, "Losses, parameters and Adam's state, from one checkpoint or")
-EVERY_SCHEDULE = Promise(EXACT, 'every other schedule trains 2 iterations to the bit.')
-_BITS = "when clipping is active, results differ from 1F1B's in the last bits."
-CLIPPED = Promise(EXACT, _BITS, CLOSE, LAST_BITS)
-_SLICES = 'losses, gradients and norms are within 1e-6 of whole sequences in fp32'
-SLICES = Promise(EXACT, _SLICES, CLOSE, ROUNDING)
-SAME_SLICES = Promise(EXACT, 'All schedules in the same slices are equal to the bit')
-_SHARDS = "Losses, gradients and norms are within 1e-6 of Megatron's 1F1B (fp32, unfused loss)"
-SHARDS = Promise(SHARED, _SHARDS, CLOSE, 2 * ROUNDING)  # 1.12e-6 was seen of a tied embedding
-SAME_SHARDS = Promise(SHARED, 'All schedules are alike to the bit.')
-SEEDS = Promise(EXACT, 'losses with dropout are those of `1f1b` with the same flag, to the bit.')
-_BY_HAND = (
-    "What they train is that of Megatron's own 1F1B with each pass's older weights put in by "
-)
-BY_HAND = Promise(EXACT, f'{_BY_HAND}hand, to the bit')
-_ENDS = 'every other rank writes its pass, the message it waits for and its last ten passes, and '
-KILLED = Promise('architecture.md', f'{_ENDS}exits.', ENDS)
+PROMISES = {name: Promise(*row) for name, row in _TABLES['promises'].items()}
+BY_HAND, KILLED = PROMISES['by hand'], PROMISES['killed']
 
 
 @functools.cache
@@ -309,20 +214,20 @@ def promises(composition: Composition) -> list[Promise]:
     plain = 'interleaved' if schedule in LOOPS else '1f1b'
     shared = chain.from_iterable(techniques[name] for name in core)
     reference = '--pipeline-schedule', plain, *shared
-    summed = CLIPPED if clipped and not (megatrons or schedule in LOOPS) else None
+    summed = PROMISES['clipped'] if clipped and not (megatrons or schedule in LOOPS) else None
     if core:
-        same = {'sliced': SAME_SLICES, 'dropout_seeds': SEEDS}.get(core[0], SAME_SHARDS)
-        found = [(summed or same)._replace(reference=reference)]
+        same = {'sliced': 'same slices', 'dropout_seeds': 'seeds'}.get(core[0], 'same shards')
+        found = [(summed or PROMISES[same])._replace(reference=reference)]
         if not (dropout or seeded or jitter) and not (
             composition.has('--bf16') or composition.has('--fp16')
         ):
             # auxiliary losses of experts balance each slice
             balanced = composition.has('--moe-aux-loss-coeff') and 'sliced' in core
-            found += [SLICES] if 'sliced' in core and not balanced else []
+            found += [PROMISES['slices']] if 'sliced' in core and not balanced else []
             sharded = {'split_vocabulary', 'split_embedding'} & {*core} and not balanced
-            found += [SHARDS] if sharded else []
+            found += [PROMISES['shards']] if sharded else []
         return found
-    return [summed or (STOCK if schedule in ('zb-h1', 'zb-v') else EVERY_SCHEDULE)]
+    return [summed or PROMISES['stock' if schedule in ('zb-h1', 'zb-v') else 'every schedule']]
 
 
 class Refusal(NamedTuple):
@@ -394,17 +299,15 @@ class Spoilt:
 
     @contextmanager
     def __call__(self, training: Any) -> Iterator[None]:
-        original, calls = training.finalize_model_grads, []
+        calls = count(1)
 
-        def finalize_model_grads(model, *args, **kwargs):
-            calls.append(None)
-            for chunk in model:
-                for name, parameter in chunk.named_parameters():
-                    if 'final_layernorm.weight' in name and len(calls) == self.iteration:
+        def spoil(model, *_, **__):
+            if next(calls) == self.iteration:
+                for name, parameter in chain.from_iterable(c.named_parameters() for c in model):
+                    if 'final_layernorm.weight' in name:
                         parameter.main_grad.view(-1)[0] = float('nan')
-            return original(model, *args, **kwargs)
 
-        with mock.patch.object(training, 'finalize_model_grads', finalize_model_grads):
+        with events.before((training, 'finalize_model_grads', spoil)):
             yield
 
 
@@ -420,21 +323,14 @@ class Killed:
         import torch.distributed as dist
         from megatron.core.models.gpt import GPTModel
 
-        train_step, forward, iterations = training.train_step, GPTModel.forward, []
+        iterations = []
 
-        def counting_step(*args, **kwargs):
-            iterations.append(None)
-            return train_step(*args, **kwargs)
-
-        def deadly_forward(*args, **kwargs):
+        def die(*_, **__):
             if dist.get_rank() == self.rank and len(iterations) == self.iteration:
                 os._exit(1)
-            return forward(*args, **kwargs)
 
-        with (
-            mock.patch.object(training, 'train_step', counting_step),
-            mock.patch.object(GPTModel, 'forward', deadly_forward),
-        ):
+        counted = training, 'train_step', lambda *_, **__: iterations.append(None)
+        with events.before(counted, (GPTModel, 'forward', die)):
             yield
 
 

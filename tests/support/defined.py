@@ -4,8 +4,6 @@ Autograd orders no stream behind an undefined one. On a GPU the hooks of Distrib
 on the stream on which it was built, and would reduce `main_grad` before it is computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Documents of JSON with one thing changed."""
 
-from __future__ import annotations
-
 import copy
 
 from hypothesis import strategies as st

@@ -1,53 +1,70 @@
-"""The example, in which one rank is killed in the middle of an iteration.
+"""The example, in which one rank meets with a mishap in the middle of an iteration.
 
-torchrun ... doomed.py RANK ITERATION WHAT COUNT [flags of the example]
+torchrun ... doomed.py RANK ITERATION PLACE COUNT [flags of the example]
 
-Killed at which `forward` step of the iteration, or at which `storage` that leaves or comes back: of
-a transfer of several, those before are under way then.
+The rank is killed at which `forward` step of the iteration, or at which `storage` that leaves or
+comes back: of a transfer of several, those before are under way then. At other places it cuts the
+link of its host; COUNT is then a file that takes the time of that, by the clock of all hosts.
 """
 
-from __future__ import annotations
-
+import functools
 import os
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pretrain_gpt
 import torch.distributed as dist
 
+from megatron_zbpp.mcore.optimizer import split_step, stepping
 from megatron_zbpp.runtime.activations import copies
 
 
 def main() -> None:
-    rank, iteration, what, count = sys.argv[1:5]
+    rank, iteration, place, count = sys.argv[1:5]
     del sys.argv[1:5]
-    forward_step, run_batch = pretrain_gpt.forward_step, pretrain_gpt.run_batch
-    bytes_of = copies.bytes_of
-    done = {'iterations': 0, 'forward': 0, 'storage': 0}
+    iterations = calls = 0
 
-    def counting_run_batch(*args, **kwargs):
-        done.update(iterations=done['iterations'] + 1, forward=0, storage=0)
+    def kill() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def cut() -> None:
+        subprocess.run(['ip', 'link', 'set', 'eth0', 'down'], check=True)
+        Path(count).write_text(str(time.time()))
+
+    def unlucky(original: Callable, at: int, mishap: Callable) -> Callable:
+        @functools.wraps(original)
+        def call(*args, **kwargs):
+            nonlocal calls
+            there = dist.get_rank() == int(rank) and iterations == int(iteration)
+            calls += there
+            if there and calls == at:
+                time.sleep(3)  # by now the other ranks have come as far as they can
+                mishap()
+            return original(*args, **kwargs)
+
+        return call
+
+    def counting(*args, **kwargs):
+        nonlocal iterations
+        iterations += 1
         return run_batch(*args, **kwargs)
 
-    def die_at(kind: str) -> None:
-        done[kind] += 1
-        there = dist.get_rank() == int(rank) and done['iterations'] == int(iteration)
-        if there and kind == what and done[kind] == int(count):
-            time.sleep(3)  # by now the other ranks have come as far as they can
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def deadly_forward_step(*args, **kwargs):
-        die_at('forward')
-        return forward_step(*args, **kwargs)
-
-    def deadly_bytes_of(*args):
-        die_at('storage')
-        return bytes_of(*args)
-
-    pretrain_gpt.forward_step = deadly_forward_step
-    pretrain_gpt.run_batch = counting_run_batch
-    copies.bytes_of = copies.bytes_of = deadly_bytes_of
+    run_batch, pretrain_gpt.run_batch = pretrain_gpt.run_batch, counting
+    name, *owners = {
+        'forward': ('forward_step', pretrain_gpt),
+        'storage': ('bytes_of', copies),
+        'pass': ('forward_step', pretrain_gpt),
+        'step': ('step', *stepping.STEPPING),
+        'validated step': ('begin', split_step.SplitStep),
+        'checkpoint': ('save', pretrain_gpt.checkpoints.dist_checkpointing),
+    }[place]
+    at, mishap = (int(count), kill) if count.isdigit() else (6 if place == 'pass' else 1, cut)
+    for owner in owners:
+        setattr(owner, name, unlucky(getattr(owner, name), at, mishap))
     pretrain_gpt.main()
 
 

@@ -1,7 +1,5 @@
 """A process of the GPT benchmark whose rank 1 is killed, while rank 0 waits for it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

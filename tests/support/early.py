@@ -3,8 +3,6 @@
 Prints, as JSON, where something of ours is in Megatron's modules: before, while, and after.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Counts which files of ours a training enters."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections import Counter

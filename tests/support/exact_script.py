@@ -4,8 +4,6 @@ The environment says TRAINING_SCRIPT, which is run; LOSSES, a file that gets a l
 and PAUSE, seconds after each.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import runpy

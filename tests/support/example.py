@@ -8,11 +8,12 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import stock
 from nvidia import also
@@ -31,6 +32,16 @@ def words(data: Path, schedule: str, *more: Any, p: int = 2, layers: int = 4, m:
     return list(map(str, [*argv, *more]))
 
 
+def prepare_on_first(prefix: Path) -> None:
+    """Runs on each rank: a small data set of real text is there behind it."""
+    import prepare_data
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        prepare_data.prepare(prefix, max_bytes=500_000)
+    dist.barrier()
+
+
 @dataclass(frozen=True)
 class Run:
     """What a training run left: exact, so that two can be compared with ==."""
@@ -42,9 +53,8 @@ class Run:
     optimizer: dict[str, str]
 
     @classmethod
-    def read(cls, metrics: Path) -> Run:
-        """Of the example's metrics, without times."""
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    def of(cls, lines: list[dict[str, Any]]) -> Run:
+        """Of lines of the example's metrics."""
         steps = [line for line in lines if 'loss' in line]
         return cls(
             tuple(line['loss'] for line in steps),
@@ -73,18 +83,25 @@ class Program:
     args: Any
     plugin: Any  # None: Megatron's own schedule runs
     models: list[Any]  # chunks of this rank
+    norms: list[Any] = field(default_factory=list)  # of the steps so far
 
     @functools.cached_property
+    def stepping(self) -> tuple[Any, Any]:
+        """Optimizer, and the scheduler of its rates."""
+        return self.script.build_optimizer(self.args, self.models)
+
+    @property
     def optimizer(self) -> Any:
-        return self.script.build_optimizer(self.args, self.models)[0]
+        return self.stepping[0]
 
     @functools.cached_property
     def data(self) -> list:
         return self.script.iterators(self.args, self.script.build_datasets(self.args)[0], 0)
 
-    def batch(self, data: list | None = None) -> float | None:
+    def batch(self, data: list | None = None, **options: Any) -> float | None:
         """Run a batch; the loss, on the rank that has it."""
-        return self.script.run_batch(self.args, self.models, self.data if data is None else data)
+        data = self.data if data is None else data
+        return self.script.run_batch(self.args, self.models, data, **options)
 
     def step(self, data: list | None = None) -> float | None:
         """Run a batch, from gradients of zero, and the optimizer's step; return the loss."""
@@ -92,17 +109,25 @@ class Program:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss = self.batch(data)
-        assert self.optimizer.step()[0]
+        succeeded, norm, _ = self.optimizer.step()
+        assert succeeded
+        self.norms.append(norm)
         return loss
 
 
 @contextmanager
-def program(argv: Sequence) -> Iterator[Program]:
-    """The example with these arguments, which leaves no state of Megatron behind."""
+def program(argv: Sequence, patches: Callable = lambda script: ()) -> Iterator[Program]:
+    """The example with these arguments, which leaves no state of Megatron behind.
+
+    `patches` gives (owner, name, what it is to be) meanwhile.
+    """
     import pretrain_gpt as script
 
     try:
         with ExitStack() as stack:
+            for owner, name, replacement in patches(script):
+                patch = mock.patch.object(owner, name, replacement, create=True)
+                stack.enter_context(patch)
             args = script.parse_args(list(map(str, argv)))
             plugin = script.enable(args, stack)
             script.initialize(args)
@@ -175,6 +200,21 @@ def forget_groups() -> None:
     let_go()
 
 
+@contextmanager
+def groups(tp: int = 1, pp: int = 1, chunks: int = 1) -> Iterator[None]:
+    """Megatron's process groups for a while, and the random states that its layers draw from."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    virtual = {'virtual_pipeline_model_parallel_size': chunks} if chunks > 1 else {}
+    try:
+        parallel_state.initialize_model_parallel(tp, pp, **virtual)
+        model_parallel_cuda_manual_seed(1)
+        yield
+    finally:
+        forget_groups()
+
+
 def logged(train: Callable, *args: Any) -> tuple[Any, list[dict[str, Any]]]:
     """Runs on each rank: `train(*args, metrics=file)`; its result, and lines of the file."""
     with TemporaryDirectory() as folder:
@@ -187,10 +227,8 @@ def logged(train: Callable, *args: Any) -> tuple[Any, list[dict[str, Any]]]:
 
 def measured(argv: list[str]) -> Run | None:
     """Runs on each rank: `train`; what it left, on the rank that reports."""
-    with TemporaryDirectory() as folder:
-        metrics = Path(folder, 'metrics.jsonl')
-        train(argv, metrics)
-        return Run.read(metrics) if metrics.exists() else None
+    _, lines = logged(train, argv)
+    return Run.of(lines) if lines else None
 
 
 def run(ranks: Ranks, *argv: str | int | Path) -> Run:

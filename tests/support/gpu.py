@@ -1,7 +1,5 @@
 """What tests on a GPU need."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

@@ -4,8 +4,6 @@ Where several releases are tested side by side, one of them runs every case, and
 of each test (`--one-case`).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any

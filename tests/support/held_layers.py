@@ -1,7 +1,5 @@
 """How many decoder layers each of Megatron's ranks holds by a plan's file."""
 
-from __future__ import annotations
-
 from megatron_zbpp import load
 from megatron_zbpp.ir.formats import load_plan
 

@@ -4,8 +4,6 @@ They are namespaces, linked by a pair of virtual network cards; nothing leaves t
 first process of each ends with this one, and everything of the host with it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -43,10 +41,6 @@ class Host:
             self.command(*words), check=True, stdout=subprocess.PIPE, text=True, timeout=30
         )
         return done.stdout
-
-    def link(self, state: str) -> None:
-        """Puts its end of the link 'down', which cuts it for both, or 'up'."""
-        self.run('ip', 'link', 'set', _CARD, state)
 
     def processes(self, word: str) -> list[str]:
         """Command lines that run there with `word` in them."""

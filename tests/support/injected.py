@@ -1,12 +1,14 @@
 """The example's training with events in its gradients, and variants that it has no flags for."""
 
-from __future__ import annotations
-
 import functools
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from unittest import mock
+
+import torch
+from events import before
 
 from megatron_zbpp.post_validation.speculative_step import KEPT_BYTES
 
@@ -51,11 +53,10 @@ def train(
         if clean_steps:
             plugin.post_validation.policy.tolerated = 1000  # it shall never step back
 
-    finalize = _injecting(pretrain_gpt.finalize_model_grads, events)
-    with mock.patch.object(early_steps, 'most_kept', lambda *_: kept_bytes):
+    inject = pretrain_gpt, 'finalize_model_grads', _injecting(events)
+    with mock.patch.object(early_steps, 'most_kept', lambda *_: kept_bytes), before(inject):
         argv = [*argv, '--no-check-for-nan-in-loss-and-grad']
-        own = {'finalize_model_grads': finalize}
-        plugin = run(argv, clean_steps or False, variant, own, metrics, enabled)[-1]
+        plugin = run(argv, clean_steps or False, variant, {}, metrics, enabled)[-1]
     done = plugin.post_validation
     return done and Early(done.early, done.taken_back)
 
@@ -83,37 +84,27 @@ def run(argv, post_validation, variant, replaced, metrics, enabled=lambda plugin
         return plugins
 
 
-def _injecting(original, events):
+def _injecting(events):
     """Puts the events into gradients before they are reduced among replicas, so that all have
     them."""
     happens = {(event.iteration, event.rank): VALUES[event.kind] for event in events}
-    iterations = []
+    iterations = count(1)
 
-    def finalize_model_grads(model, *args, **kwargs):
+    def inject(model, *_, **__):
         from megatron.core import parallel_state
 
-        iterations.append(None)
         rank = parallel_state.get_pipeline_model_parallel_rank()
-        value = happens.get((len(iterations), rank))
+        value = happens.get((next(iterations), rank))
         if value is not None:
             next(model[0].parameters()).main_grad.view(-1)[0] = value
-        return original(model, *args, **kwargs)
 
-    return finalize_model_grads
-
-
-def _precise() -> dict[str, object]:
-    """The optimizer keeps what is missing of bf16 weights, and moments in that type."""
-    import torch
-
-    types = {'exp_avg_dtype': torch.bfloat16, 'exp_avg_sq_dtype': torch.bfloat16}
-    return {'use_precision_aware_optimizer': True} | types
+    return inject
 
 
-def _half() -> dict[str, object]:
-    import torch
-
-    return {'fp16': True, 'bf16': False, 'params_dtype': torch.float16}
+# the optimizer keeps what is missing of bf16 weights, and moments in that type
+_PRECISE = {'use_precision_aware_optimizer': True}
+_PRECISE |= dict.fromkeys(('exp_avg_dtype', 'exp_avg_sq_dtype'), torch.bfloat16)
+_HALF = {'fp16': True, 'bf16': False, 'params_dtype': torch.float16}
 
 
 def _experts(script):
@@ -128,30 +119,25 @@ def _experts(script):
         'add_bias_linear': False,
     }
     spec = functools.partial(script.get_gpt_layer_local_spec, num_experts=4)
-    return _model(script, **routed) | {'get_gpt_layer_local_spec': spec}
+    return _config(script, **routed) | {'get_gpt_layer_local_spec': spec}
 
 
-def _model(script, **values):
-    config = script.TransformerConfig
-    return {'TransformerConfig': lambda *args, **given: config(*args, **given | values)}
-
-
-def _optimizer(script, **values):
-    config = script.OptimizerConfig
-    return {'OptimizerConfig': lambda *args, **given: config(*args, **given | values)}
+def _config(script, of='Transformer', **values):
+    make = getattr(script, f'{of}Config')
+    return {f'{of}Config': lambda *args, **given: make(*args, **given | values)}
 
 
 _SCALE = {'initial_loss_scale': 2.0**10, 'loss_scale_window': 3, 'hysteresis': 1}
 _VARIANTS = {
     '': lambda script: {},
-    'sgd': lambda script: _optimizer(script, optimizer='sgd', sgd_momentum=0.9),
-    'precise': lambda script: _optimizer(script, **_precise()),
+    'sgd': lambda script: _config(script, 'Optimizer', optimizer='sgd', sgd_momentum=0.9),
+    'precise': lambda script: _config(script, 'Optimizer', **_PRECISE),
     # a loss scale that moves within a few steps
     'fp16': lambda script: (
-        _model(script, **_half(), pipeline_dtype=_half()['params_dtype'])
-        | _optimizer(script, **_half(), **_SCALE)
+        _config(script, **_HALF, pipeline_dtype=torch.float16)
+        | _config(script, 'Optimizer', **_HALF, **_SCALE)
     ),
     'experts': _experts,
     # random masks: with their states of random generators
-    'dropout': lambda script: _model(script, hidden_dropout=0.1),
+    'dropout': lambda script: _config(script, hidden_dropout=0.1),
 }

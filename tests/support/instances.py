@@ -4,8 +4,6 @@ Each optimum was proven apart from this library: of 1F1B by trying every partiti
 devices, of split schedules by CP-SAT on every partition whose bound is not above it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +12,6 @@ from megatron_zbpp import Device, Devices, Layer, Layers, Placement
 
 @dataclass(frozen=True)
 class Instance:
-    """A question, and its answers."""
-
     layers: Layers  # of the case
     devices: Devices | int
     m: int

@@ -1,19 +1,15 @@
 """Small GPTs of every kind, trained with the example's own functions: all that a run leaves."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import stock
 import torch
-from example import MODEL, early_steps, forget_groups
+from example import MODEL, early_steps, program
 from nvidia import also
 from ranks import Ranks
 
@@ -51,46 +47,44 @@ KINDS: dict[str, dict[str, Any]] = {
         'add_bias_linear': False,
     },
 }
+
+
+def _experts(balancing: str, **more: Any) -> dict[str, Any]:
+    """Experts whose routers are balanced in another way; coefficients of losses by name."""
+    coefficients = {f'moe_{name}_coeff': value for name, value in more.items()}
+    return _EXPERTS | {'moe_router_load_balancing_type': balancing} | coefficients
+
+
+_UNBALANCED = _experts('none', aux_loss=0.0)  # slices of a sequence give what the whole gives
+_BY_TOKEN = {'calculate_per_token_loss': True}
 KINDS_OF_SOME = {
     # the dispatch goes back while weight gradients are computed
     'overlapped experts': KINDS['grouped experts']
     | {'overlap_dispatch_backward_with_experts_wgrad': True},
     # Megatron keeps what the output layer's weight gradient is computed from until the end
     'embedding deferred': {'defer_embedding_wgrad_compute': True},
+    'unbalanced experts': _UNBALANCED,
+    'experts by sinkhorn': _experts('sinkhorn', aux_loss=0.0),
+    'z-loss, experts by sequence': _experts('seq_aux_loss', z_loss=1e-3),
+    'z-loss': _UNBALANCED | {'moe_z_loss_coeff': 0.5},
+    'z-loss by token': _UNBALANCED | {'moe_z_loss_coeff': 0.5} | _BY_TOKEN,
+    'experts by sequence': _experts('seq_aux_loss'),
+    # of routers that draw random numbers
+    'noisy routing': _EXPERTS
+    | {'moe_input_jitter_eps': 0.1, 'moe_router_force_load_balancing': True},
+    'loss by token': _BY_TOKEN,
+    'one key for all queries': {'num_query_groups': 1},
+    'window': {'window_size': (5, 0)},
+    'MLA with plain RoPE': KINDS['MLA'] | {'rope_type': 'rope'},  # else YaRN
+    # whose all-to-all hides behind the passes of another microbatch
+    'hidden all-to-all': _EXPERTS | {'overlap_moe_expert_parallel_comm': True},
 }
-# of which slices of a sequence give what the whole gives
-KINDS_OF_SOME['unbalanced experts'] = _EXPERTS | {
-    'moe_aux_loss_coeff': 0.0,
-    'moe_router_load_balancing_type': 'none',
-}
-KINDS_OF_SOME['experts by sinkhorn'] = _EXPERTS | {
-    'moe_aux_loss_coeff': 0.0,
-    'moe_router_load_balancing_type': 'sinkhorn',
-}
-KINDS_OF_SOME['z-loss, experts by sequence'] = _EXPERTS | {
-    'moe_router_load_balancing_type': 'seq_aux_loss',
-    'moe_z_loss_coeff': 1e-3,
-}
-KINDS_OF_SOME['z-loss'] = KINDS_OF_SOME['unbalanced experts'] | {'moe_z_loss_coeff': 0.5}
-KINDS_OF_SOME['z-loss by token'] = KINDS_OF_SOME['z-loss'] | {'calculate_per_token_loss': True}
-KINDS_OF_SOME['experts by sequence'] = _EXPERTS | {'moe_router_load_balancing_type': 'seq_aux_loss'}
-# of routers that draw random numbers
-KINDS_OF_SOME['noisy routing'] = _EXPERTS | {
-    'moe_input_jitter_eps': 0.1,
-    'moe_router_force_load_balancing': True,
-}
+# microbatches of any length, as programs without padding have them
+KINDS['lengths'] = {'variable_seq_lengths': True, 'moe_token_dispatcher_type': 'alltoall'}
 # read of the config as yarn_*, which are no fields of it
 _YARN = {'rotary_scaling_factor': 4.0, 'original_max_position_embeddings': 4, 'beta_fast': 32.0}
 _YARN |= {'beta_slow': 1.0, 'mscale': 1.0, 'mscale_all_dim': 0.0}
 _YARN |= {'correction_range_round_to_int': True}
-KINDS_OF_SOME['loss by token'] = {'calculate_per_token_loss': True}
-KINDS_OF_SOME['one key for all queries'] = {'num_query_groups': 1}
-KINDS_OF_SOME['window'] = {'window_size': (5, 0)}
-KINDS_OF_SOME['MLA with plain RoPE'] = KINDS['MLA'] | {'rope_type': 'rope'}  # else YaRN
-# whose all-to-all hides behind the passes of another microbatch
-KINDS_OF_SOME['hidden all-to-all'] = _EXPERTS | {'overlap_moe_expert_parallel_comm': True}
-# microbatches of any length, as programs without padding have them
-KINDS['lengths'] = {'variable_seq_lengths': True, 'moe_token_dispatcher_type': 'alltoall'}
 # by kind: what is recomputed. With biases, no backward of a recomputed MLP ends on a CPU, by
 # Megatron's own schedules, too: see docs/limits.md
 _SELECTIVE: dict[str, dict[str, Any]] = {
@@ -166,11 +160,14 @@ class Job:
         return self.evaluation or self.kind == 'lengths' or self.dropout > 0
 
     @property
+    def of_kind(self) -> dict[str, Any]:
+        return (KINDS | KINDS_OF_SOME)[self.kind]
+
+    @property
     def size(self) -> int:
         return self.pp * self.tp * self.cp * self.dp
 
     def argv(self, schedule: str, post_validation: bool, data: Path) -> list[str]:
-        """Of the example."""
         words = [*MODEL, '--num-layers', self.layers * self.pp, '--data-path', data]
         words += ['--log-interval', 1000]
         words += ['--pipeline-model-parallel-size', self.pp]
@@ -202,7 +199,7 @@ class Job:
         if self.modules:
             own |= {'offload_modules': list(self.modules), 'min_offloaded_tensor_size': 16}
         return {
-            **(KINDS | KINDS_OF_SOME)[self.kind],
+            **self.of_kind,
             **recompute,
             **own,
             'hidden_dropout': self.dropout,
@@ -232,34 +229,18 @@ class Trained:
 
 def train(job: Job, argv: list[str]) -> Trained:
     """Runs on each rank; see `pretrain_gpt.train`."""
-    import pretrain_gpt as script
-
-    with ExitStack() as stack:
-        stack.callback(forget_groups)
-        for owner, name, replacement in replacements(script, job):
-            stack.enter_context(mock.patch.object(owner, name, replacement, create=True))
-        args = script.parse_args(argv)
-        plugin = script.enable(args, stack)
-        script.initialize(args)
-        models = script.build_model(args)
-        optimizer, scheduler = script.build_optimizer(args, models)
-        data = script.iterators(args, script.build_datasets(args)[0], 0)
-        losses, norms = [], []
-        for iteration in range(args.train_iters):
+    with program(argv, partial(replacements, job=job)) as at:
+        (optimizer, scheduler), losses = at.stepping, []
+        for iteration in range(at.args.train_iters):
             if iteration == job.iterations // 2 and job.evaluates:
                 with torch.no_grad():
-                    losses.append(script.run_batch(args, models, data, forward_only=True))
-            for model in models:
-                model.zero_grad_buffer()
-            optimizer.zero_grad()
-            losses.append(script.run_batch(args, models, data))
-            succeeded, norm, _ = optimizer.step()
-            assert succeeded
+                    losses.append(at.batch(forward_only=True))
+            losses.append(at.step())
             scheduler.step(increment=1)
-            norms.append(float(norm))
-        parameters, states = _left(models, optimizer)
+        parameters, states = _left(at.models, optimizer)
         steps = [int(group['step']) for group in optimizer.param_groups if 'step' in group]
-        return Trained(losses, norms, parameters, states, steps, early_steps(), _moved(plugin))
+        norms = [float(norm) for norm in at.norms]
+        return Trained(losses, norms, parameters, states, steps, early_steps(), _moved(at.plugin))
 
 
 def _moved(plugin: Any) -> dict[int, int]:
@@ -281,16 +262,16 @@ def replacements(script: Any, job: Job) -> Iterator[tuple[Any, str, Any]]:
 
     if job.seeds:
         yield megatron_zbpp, 'enable', partial(megatron_zbpp.enable, dropout_seeds=True)
-    mla = (KINDS | KINDS_OF_SOME)[job.kind].get('multi_latent_attention')
+    mla = 'multi_latent_attention' in job.of_kind
     make = MLATransformerConfig if mla else script.TransformerConfig
     yield script, 'TransformerConfig', _with(make, **job.config())
     of = 'with_transformer_engine' if job.te else 'local'
-    options = {name: (KINDS | KINDS_OF_SOME)[job.kind].get(name) for name in _SPEC}
+    options = {name: job.of_kind.get(name) for name in _SPEC}
     options['num_experts'] = options.pop('num_moe_experts')
     spec = partial(getattr(gpt_layer_specs, f'get_gpt_layer_{of}_spec'), **options)
     yield script, 'get_gpt_layer_local_spec', spec
-    if job.change:
-        yield script, 'GPTModel', _changed(script.GPTModel, CHANGES[job.change])
+    if job.change or job.positions == 'yarn':
+        yield script, 'GPTModel', _changed(script.GPTModel, job)
     if job.fp8 == 'weights':
         ddp, optimizer = script.DistributedDataParallelConfig, script.OptimizerConfig
         yield script, 'DistributedDataParallelConfig', _with(ddp, fp8_param_gather=True)
@@ -304,8 +285,6 @@ def replacements(script: Any, job: Job) -> Iterator[tuple[Any, str, Any]]:
         expert_model_parallel_size=job.ep,
     )
     yield state, 'initialize_model_parallel', initialize
-    if job.positions == 'yarn':
-        yield script, 'GPTModel', _with_yarn(script.GPTModel)
     if job.masks:
         yield script, 'forward_step', _with_masks(script)
     if job.kind == 'lengths':
@@ -323,17 +302,6 @@ def _with(make: Callable, **values: Any) -> Callable:
     return lambda *args, **given: make(*args, **(given | values))
 
 
-def _with_yarn(make: Callable) -> Callable:
-    """A model whose positions are YaRN's, which Megatron's flags set one by one."""
-
-    def build(config: Any, *args: Any, **given: Any) -> torch.nn.Module:
-        for name, value in _YARN.items():
-            setattr(config, f'yarn_{name}', value)
-        return make(config, *args, **(given | {'position_embedding_type': 'yarn'}))
-
-    return build
-
-
 def _with_masks(script: Any) -> Callable:
     """A forward_step that gives attention masks: a document begins with each fifth token, about."""
 
@@ -349,12 +317,17 @@ def _with_masks(script: Any) -> Callable:
     return forward_step
 
 
-def _changed(make: Callable, change: Callable[[torch.nn.ModuleList], None]) -> Callable:
-    """A model whose layers are changed once they are built."""
+def _changed(make: Callable, job: Job) -> Callable:
+    """A model whose positions are YaRN's, or whose layers are changed once they are built."""
 
-    def build(*args: Any, **given: Any) -> torch.nn.Module:
-        model = make(*args, **given)
-        change(model.decoder.layers)
+    def build(config: Any, *args: Any, **given: Any) -> torch.nn.Module:
+        if job.positions == 'yarn':
+            given['position_embedding_type'] = 'yarn'
+            for name, value in _YARN.items():
+                setattr(config, f'yarn_{name}', value)
+        model = make(config, *args, **given)
+        if job.change:
+            CHANGES[job.change](model.decoder.layers)
         return model
 
     return build

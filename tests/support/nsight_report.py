@@ -1,7 +1,5 @@
 """A report of Nsight Systems, of the schema that `nsys export --type sqlite` writes."""
 
-from __future__ import annotations
-
 import sqlite3
 from pathlib import Path
 

@@ -7,8 +7,6 @@ of its own, forked when Megatron is imported: groups that a test leaves would ta
 Prints a line of JSON for each: its name, and the exit codes of pytest on its ranks.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -8,8 +8,6 @@ hashes in --metrics-file are those of the asynchronous schedule where clipping i
 are untied: else sums run in another order.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Files that tests need and that are made once: by the first process that asks."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 Nothing here knows how the package decides; it tries every interleaving of small cases.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Schedules of orders that are written down."""
 
-from __future__ import annotations
-
 from megatron_zbpp.ir import Graph, Pass, Placement, Schedule, Together
 
 

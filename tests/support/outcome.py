@@ -1,19 +1,16 @@
 """What a program said and how it ended, where its exit and its output are what is tested."""
 
-from __future__ import annotations
-
 import contextlib
 import io
+import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How it ended."""
-
     code: int | None  # None where it went on
     said: str  # on standard error
     result: object = None  # where it went on
@@ -42,6 +39,20 @@ def error_of(function: Callable, *args: Any, **named: Any) -> str | None:
     except (Exception, SystemExit) as error:
         return str(error)
     return None
+
+
+@contextlib.contextmanager
+def logged(name: str, words: str) -> Iterator[list[tuple[str, Any]]]:
+    """Messages of a logger, and of those below it, that have these words; and their arguments."""
+    found: list[tuple[str, Any]] = []
+    handler, logger = logging.Handler(), logging.getLogger(name)
+    handler.addFilter(lambda record: words in record.getMessage())
+    handler.emit = lambda record: found.append((record.getMessage(), record.args))
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
 
 
 def of_all(found: list[Outcome]) -> Outcome:

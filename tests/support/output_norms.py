@@ -3,8 +3,6 @@
 `megatron_zbpp` knows nothing of it. WHAT and WHEN are here; `training` enters its face.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Sequences packed behind each other, as `--sft` has them: of random lengths in each microbatch."""
 
-from __future__ import annotations
-
 import numpy
 import torch
 from megatron.core.datasets.gpt_dataset import MockGPTDataset

@@ -1,7 +1,5 @@
 """What the README and the pages in docs/ tell to type: commands, and files that they use."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Our flags, parsed on ranks behind a parser that stands for Megatron's."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from dataclasses import dataclass, replace
@@ -9,27 +7,22 @@ from unittest import mock
 
 from outcome import of_all, outcome, refusal
 
-# Megatron's own defaults of what our flags look at
-MEGATRONS = {
+# Megatron's own defaults of what our flags look at: where layers are placed, and sizes
+PLACED = {
+    'pipeline_model_parallel_layout': None,
+    'account_for_embedding_in_pipeline_split': False,
+    'account_for_loss_in_pipeline_split': False,
+    'num_layers_per_virtual_pipeline_stage': None,
+    'num_virtual_stages_per_pipeline_rank': None,
+}
+MEGATRONS = PLACED | {
     'num_layers': 4,
     'pipeline_model_parallel_size': 2,
     'tensor_model_parallel_size': 1,
     'context_parallel_size': 1,
     'micro_batch_size': 1,
     'global_batch_size': 4,
-    'account_for_embedding_in_pipeline_split': False,
-    'account_for_loss_in_pipeline_split': False,
-    'pipeline_model_parallel_layout': None,
-    'num_layers_per_virtual_pipeline_stage': None,
-    'num_virtual_stages_per_pipeline_rank': None,
 }
-PLACED = (
-    'pipeline_model_parallel_layout',
-    'account_for_embedding_in_pipeline_split',
-    'account_for_loss_in_pipeline_split',
-    'num_layers_per_virtual_pipeline_stage',
-    'num_virtual_stages_per_pipeline_rank',
-)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """A training script as users of megatron.training have it; nothing in it knows of megatron_zbpp."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import few_documents  # noqa: F401  (what it does, importing it does)

@@ -1,7 +1,5 @@
 """Programs of whole pipelines, changed and timed: for tests of what may make them wait."""
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict, deque
 from dataclasses import replace

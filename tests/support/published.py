@@ -1,7 +1,5 @@
 """Numbers of papers and specifications, which lie in files beside the tests."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A toy recipe of Megatron-Bridge, from weights of Hugging Face's and back to them."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import shutil

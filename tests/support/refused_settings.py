@@ -27,7 +27,7 @@ def _tables() -> Iterator[dict[str, Any]]:
         yield {words: eval(value.format(given)) for words, _, given in rows}
 
 
-OF_SOME, VALUES, WHERE, ELSE, HARMLESS, CURES = _tables()
+OF_SOME, VALUES, WHERE, ELSE, HARMLESS, CURES, SHOWN, OF_RELEASES = _tables()
 OF_SOME |= {f'--{name.replace("_", "-")}': since for name, since in OF_SOME.items()}
 OURS = ('offload', 'vocab_parallel', 'dropout_seeds', 'use_distributed_optimizer')
 _CURE = re.compile(r'(drop |give |use |^)\{(\w+)(?::([^}+]+))?\}')

@@ -1,7 +1,5 @@
 """Named schedules that a plan in slices must not be worse than."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from megatron_zbpp.analysis.memory import peak

@@ -11,8 +11,6 @@ A row is a feature, as docs/support.csv has it, with schedules and fields of a j
 Each case trains by the schedule and by Megatron's own, whose outcome is kept (`stock`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,16 +19,13 @@ from typing import Any, NamedTuple
 import pytest
 from grids import covering
 from models import Job, check
-from supported import supports
-from words import worded
+from supported import supports, worded
 
 from megatron_zbpp.ir import Schedule
 
 
 @dataclass(frozen=True)
 class Training:
-    """A case of a row."""
-
     row: str  # the feature of all cases of the row, unfilled
     job: Job
     schedule: str  # a name, with +post-validation if optimizer steps are to be validated later
@@ -93,7 +88,6 @@ def row(
     full: bool = False,
     **fields: Any,
 ) -> Row:
-    """Return a row of `trains`."""
     return Row(feature, schedules, when, full, fields)
 
 

@@ -4,8 +4,6 @@ Not gloo: it cannot sum several CUDA tensors in one call, which Megatron's Distr
 asks of it ("allreduce_coalesced: unsupported device type cuda").
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

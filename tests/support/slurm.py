@@ -1,7 +1,5 @@
 """Runs the files for SLURM with a stand-in for srun and zbpp, which keeps what it is given."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Layer specs for `--spec`: what Megatron has for GPUs only, in plain torch."""
 
-from __future__ import annotations
-
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec

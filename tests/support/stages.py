@@ -1,7 +1,5 @@
 """Small stages without Megatron, a rank that runs them, and a plain reference for them."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager, nullcontext
 
 import torch

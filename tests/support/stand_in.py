@@ -3,8 +3,6 @@
 It starts in 20 ms, so it imports nothing else.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -1,7 +1,5 @@
 """Answers that change on purpose only: a few digits for each, to be kept in a file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import sha256

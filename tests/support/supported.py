@@ -2,13 +2,11 @@
 
 @supports('multi-token prediction, depth {depth}')
 @grid(depth=(1, 2), schedule=('zb-h1', 'zb-v'))
-def test_identical_to_megatron(ranks, depth, schedule): ...
+def test_multi_token_prediction(ranks, depth, schedule): ...
 
-python -m pytest tests/megatron/test_mtp.py --record-support
+python -m pytest tests/megatron/test_todays_models.py --record-support
 python scripts/support_page.py > docs/support.md
 """
-
-from __future__ import annotations
 
 import csv
 import re
@@ -19,7 +17,7 @@ from typing import Any, NoReturn
 
 import nvidia
 import pytest
-from words import worded
+from paths import SUPPORT
 
 from scripts.support_page import ABSENT, RECORDS, Record, read
 
@@ -28,6 +26,16 @@ TOLERANCE = 'within tolerance'
 WAITS = 'waits'
 PASSES = 'passes'
 _LACKS = 'not in this Megatron: '
+# by parameter and value
+_WORDS = dict(re.findall(r'^(\w+ .+): (.+)$', (SUPPORT / 'words.txt').read_text(), re.M))
+
+
+def worded(params: dict[str, Any]) -> dict[str, Any]:
+    """Return a test's parameters by name, each in the words of the page where it has some."""
+    return {
+        name: _WORDS.get(f'{name} {value}', value) if isinstance(value, str | None) else value
+        for name, value in params.items()
+    }
 
 
 def supports(

@@ -1,7 +1,5 @@
 """Small stages that run as a pipeline whose clocks do not agree."""
 
-from __future__ import annotations
-
 import time
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """A schedule whose microbatches run against each other, as a family of one's own."""
 
-from __future__ import annotations
-
 from megatron_zbpp.ir import BW, F, Pass, Placement, Schedule
 from megatron_zbpp.schedules import family
 

@@ -1,7 +1,5 @@
 """A pipeline whose output layer is on all ranks, without Megatron, and a plain reference for it."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from programs import pairs

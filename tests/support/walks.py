@@ -1,7 +1,5 @@
 """Folders in which commands of a page run one after the other, and shorter ones."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

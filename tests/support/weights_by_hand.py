@@ -1,8 +1,5 @@
 """Trains by an asynchronous schedule, and by Megatron's own 1F1B on weights put in by hand."""
 
-from __future__ import annotations
-
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,8 +9,9 @@ from unittest import mock
 
 import stock
 import torch
-from example import MODEL, forget_groups
+from example import MODEL, program
 from models import Job, replacements
+from outcome import logged
 
 import megatron_zbpp
 from megatron_zbpp.ir import BW, B, Pass, W
@@ -26,8 +24,6 @@ orders_of = orders._order
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained."""
-
     method: str  # an asynchronous schedule
     p: int  # ranks of the pipeline, and microbatches of a call
     m: int
@@ -59,7 +55,6 @@ class Case:
         return untied and not waits
 
     def argv(self, data: Any) -> list[str]:
-        """Of the example, but for the schedule."""
         argv = [*MODEL, '--num-layers', 2 * self.p, '--data-path', data, '--log-interval', 1000]
         argv += ['--pipeline-model-parallel-size', self.p]
         argv += ['--global-batch-size', self.m * self.replicas]
@@ -208,7 +203,7 @@ def with_w(stage: int, ahead: int, m: int, total: int) -> Iterator[Pass]:
         yield p._replace(kind=W) if p.kind == BW else p
 
 
-def replaced(script: Any, case: Case, optimizer: str) -> Iterator[tuple[Any, str, Any]]:
+def replaced(case: Case, optimizer: str, script: Any) -> Iterator[tuple[Any, str, Any]]:
     """(owner, name, what it is to be)."""
     yield from replacements(script, case.job) if case.job else ()
     made = {'OptimizerConfig': {'optimizer': optimizer}}
@@ -221,6 +216,14 @@ def replaced(script: Any, case: Case, optimizer: str) -> Iterator[tuple[Any, str
         yield script, name, partial(changed, getattr(script, name), values)
     if case.split:
         yield orders, '_order', with_w
+    if case.method == 'wpipe':
+        parse = script.parse_args
+        yield script, 'parse_args', lambda argv: laid_out(parse(argv), case.p)
+
+
+def laid_out(args: Any, p: int) -> Any:
+    args.layout = megatron_zbpp.layout_for('wpipe', p, args.num_layers)
+    return args
 
 
 def changed(original: Callable, values: dict[str, Any], **given: Any) -> Any:
@@ -229,28 +232,19 @@ def changed(original: Callable, values: dict[str, Any], **given: Any) -> Any:
 
 def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
     """Runs on each rank; returns all that is left, and copies of weights; bytes as the log has."""
-    import pretrain_gpt as script
     import report
     from megatron.core import parallel_state
 
     argv, optimizer = without(argv, '--optimizer', 'adam')
     schedule = ['--pipeline-schedule', *(['megatron'] if by_hand else [case.method, *case.added])]
-    with ExitStack() as stack:
-        stack.callback(forget_groups)
-        told = stack.enter_context(told_mib())
-        args = script.parse_args([*argv, *schedule])
-        if case.method == 'wpipe':
-            args.layout = megatron_zbpp.layout_for('wpipe', case.p, args.num_layers)
-        plugin = script.enable(args, stack)
-        for owner, name, made in replaced(script, case, optimizer):
-            stack.enter_context(mock.patch.object(owner, name, made))
-        script.initialize(args)
-        models = script.build_model(args)
-        stepping, scheduler = script.build_optimizer(args, models)
-        dataset = script.build_datasets(args)[0]
+    patches = partial(replaced, case, optimizer)
+    copies = logged('megatron_zbpp.job', 'copies of weights')
+    with copies as told, program([*argv, *schedule], patches) as at:
+        args, plugin, models, (stepping, scheduler) = at.args, at.plugin, at.models, at.stepping
+        dataset = at.script.build_datasets(args)[0]
         if by_hand and case.clips_by_stage:
             clip_by_stage(stepping, args.use_distributed_optimizer)
-        data, held_out = (script.iterators(args, dataset, at) for at in (0, 100))
+        data, held_out = (at.script.iterators(args, dataset, first) for first in (0, 100))
         stage = parallel_state.get_pipeline_model_parallel_rank()
         by = {'pipemare': PipeMare, 'wpipe': ByChunk}.get(case.method, ByHand)
         hand = by(case.method, case.p, case.m, stage, models)
@@ -258,7 +252,7 @@ def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
         for iteration in range(args.train_iters):
             if case.evaluates and iteration == 3:
                 with evaluation(models):
-                    losses.append(script.run_batch(args, models, held_out, forward_only=True))
+                    losses.append(at.batch(held_out, forward_only=True))
             for model in models:
                 model.zero_grad_buffer()
             stepping.zero_grad()
@@ -266,7 +260,7 @@ def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
             if puts:
                 hand.keep()
             with hand.batch() if puts else ExitStack():
-                losses.append(script.run_batch(args, models, data))
+                losses.append(at.batch(data))
             losses.append(logged_by_routers())
             late.append(plugin is not None and endless_of(plugin).unfinished)
             with hand.rates(stepping, scheduler.num_steps) if puts else ExitStack():
@@ -280,7 +274,8 @@ def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
             plugin.finish_step()
         left = report.fingerprint(report.by_layer(models), stepping)
         most = None if plugin is None else copies_of(endless_of(plugin).versions)
-        return losses, norms, left, most, stage, late, told
+        mib = [number for _, numbers in told for number in numbers]
+        return losses, norms, left, most, stage, late, mib
 
 
 def endless_of(plugin: Any) -> Any:
@@ -328,24 +323,6 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 @contextmanager
-def told_mib() -> Iterator[list[float]]:
-    """Gives MiB of copies of weights that the log has on the first rank."""
-    found: list[float] = []
-    handler = logging.Handler()
-
-    def emit(record: logging.LogRecord) -> None:
-        arguments: Any = record.args
-        if 'copies of weights' in str(record.msg):
-            found.extend(arguments)
-
-    handler.emit = emit
-    log = logging.getLogger('megatron_zbpp.job')
-    log.addHandler(handler)
-    yield found
-    log.removeHandler(handler)
-
-
-@contextmanager
 def evaluation(models: list) -> Iterator[None]:
     """Let models evaluate: without dropout, whose random states would differ."""
     for model in models:
@@ -367,7 +344,6 @@ def clip_by_stage(stepping: Any, sharded: bool) -> None:
 
 
 def trained(ranks: Callable, data: Any, case: Case, by_hand: bool) -> list[tuple]:
-    """What each rank is left with."""
     given = train, case, by_hand, case.argv(data)
     return stock.trained(ranks(case.size), *given, kept=by_hand)
 

@@ -1,7 +1,5 @@
 """Python sources of packages that are not installed: of their wheels, which build nothing."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys
@@ -32,15 +30,20 @@ def unpacked(package: str, version: str, *options: str) -> Path:
     """
 
     def download(part: Path) -> None:
-        words = '-m pip download --quiet --no-deps --retries 1 --only-binary :all: --dest'
-        command = [sys.executable, *words.split(), part, f'{package}=={version}', *options]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-        if done.returncode:
-            pytest.skip(f'{package} {version} cannot be downloaded: {reason(done.stderr)}')
+        command = '--quiet --no-deps --retries 1 --only-binary :all: --dest'.split()
+        pip(f'{package}=={version}', 'download', *command, part, f'{package}=={version}', *options)
         (wheel,) = part.glob('*.whl')
         zipfile.ZipFile(wheel).extractall(part)
 
     return made_once(Path(sys.prefix) / package.replace('-', '_') / version, download)
+
+
+def pip(what: str, *words: object) -> None:
+    """Runs pip; skips the test where it cannot get what is wanted."""
+    command = [sys.executable, '-m', 'pip', *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    if done.returncode:
+        pytest.skip(f'{what} cannot be had by pip: {reason(done.stderr)}')
 
 
 def install(folder: Path) -> None:

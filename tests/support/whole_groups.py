@@ -1,7 +1,5 @@
 """Our interleaved schedule with Megatron's own restriction, which NVIDIA's tests ask for."""
 
-from __future__ import annotations
-
 from megatron_zbpp import Schedule, build
 from megatron_zbpp.schedules.registry import TWO, family
 

@@ -1,7 +1,5 @@
 """What the Zero Bubble paper measured and computed (ICLR 2024, arXiv 2401.10241)."""
 
-from __future__ import annotations
-
 from benchmarks.paper.predict import activation_bytes
 from benchmarks.paper.published import BUBBLE_RATES, MICROBATCHES, MODELS, PASS_TIMES
 from megatron_zbpp.ir.costs import Costs
