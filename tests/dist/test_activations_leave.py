@@ -290,9 +290,3 @@ def test_time_is_as_simulated(name, k):
     case = Case(name, k, sizes=Sizes(0.1, MIB), rounds=4, realtime=os.geteuid() == 0)
     found = measured(case)
     assert found.seconds == pytest.approx(found.simulated, rel=0.03)
-
-
-def test_what_makes_no_sense(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(['--ms', '0'])
-    assert 'give numbers above 0' in capsys.readouterr().err

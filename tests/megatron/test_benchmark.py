@@ -3,19 +3,20 @@
 import json
 import re
 import sys
+from importlib import import_module
 
 import forked
 import pytest
 import wheels
 from commands import run
 from paths import ROOT
+from tables import rows_of
 
 from benchmarks.common import overhead
-from benchmarks.pipelines import cli, emulated
+from benchmarks.pipelines import emulated
 from benchmarks.pipelines.entries import known, selected
 from benchmarks.pipelines.measure import Sample, checksums_agree
 from benchmarks.training import cli as training
-from benchmarks.training import splitting
 from megatron_zbpp.schedules import own_families
 from megatron_zbpp.techniques.composition import TRAINED_BY
 from scripts.benchmark_asynchronous import METHODS
@@ -98,50 +99,19 @@ def test_with_optimizer(tmp_path):
     assert early['simulated_ms'] <= ours['simulated_ms'], 'the window, not the makespan'
 
 
-# flags of each benchmark, and what is said of them
-REFUSED = {
-    cli.main: [
-        ('--pp 1', '--pp 1 is too small: give at least 2'),
-        ('--microbatches 0', '--microbatches 0 is too small: give at least 1'),
-        ('--rounds 0', '--rounds 0 is too small'),
-        ('--times-ms 1,2', '--times-ms 1,2: give three numbers'),
-        ('--times-ms 1,0,1', '--times-ms 1,0,1: give numbers above 0'),
-        ('--times-ms 1,nan,1', '--times-ms 1,nan,1: give numbers above 0'),
-        ('--schedules zb-v+post-validation --optimizer', '--iterations-per-sample 3 or more'),
-        ('--schedules paci', 'paci is about steps between iterations: give --optimizer'),
-        ('--schedules zb-v+global-norm', 'steps of zb-v are not asynchronous, and wait anyhow'),
-        ('--schedules zb-w', "unknown schedule 'zb-w'"),
-        ('--schedules torch:ZBV', 'did you mean torch:ZBVZeroBubble?'),
-        ('--schedules pipedream:1f1b', 'known are megatron, torch, zbpp'),
-        ('--schedules torch:DualPipeV --microbatches 3', 'at least as many microbatches as stages'),
-        ('--schedules megatron:interleaved --microbatches 3', 'takes multiples of 2 microbatches'),
-        ('--schedules torch --optimizer', "--optimizer is Megatron's"),
-        ('--schedules chimera --optimizer', 'has no replicas, of which chimera takes two'),
-        ('--schedules chimera', 'give at least 4 ranks, not 2'),
-        ('--schedules gems --pp 4 --microbatches 3', 'an even number of microbatches, not 3'),
-        ('--json nowhere/result.json', 'there is no folder nowhere'),
-        ('--png result.jpg', 'let its name end in .png'),
-    ],
-    training.main: [
-        ('--layers 3', '--layers 3 is too small: zb-v has 4 stages'),
-        ('--hidden-size 100', '--hidden-size 100 is no multiple of a head, 64'),
-        ('--pp 1', '--pp 1 is too small: give at least 2'),
-        ('--schedules zb-w', "unknown schedule 'zb-w'"),
-    ],
-    splitting.main: [
-        ('--layers 0', '--layers 0 is too small: give at least 1'),
-        ('--hidden-size 100', '--hidden-size 100 is no multiple of 8'),
-        ('--seq-length 7', '--seq-length 7 is not even'),
-    ],
-}
-PIPELINES = ['--pp', '2', '--microbatches', '4']
+BENCHMARKS = 'pipelines.cli', 'training.cli', 'training.splitting', 'gpt.cli', 'partition.cli'
+MAINS = [*(f'benchmarks.{name}' for name in (*BENCHMARKS, 'copies.cli'))]
 
 
-@pytest.mark.parametrize('main', REFUSED, ids=lambda main: main.__module__)
-def test_refuses_before_it_starts(capsys, main):
-    for flags, message in REFUSED[main]:
+@pytest.mark.parametrize('program', [*MAINS, 'scripts.benchmark_asynchronous'])
+def test_refuses_before_it_starts(capsys, monkeypatch, program):
+    for line, message in rows_of('refused_lines.txt', program):
+        monkeypatch.delenv('WORLD_SIZE', raising=False)
+        variable, *flags = line.split() if '=' in line else ['', *line.split()]
+        if variable:
+            monkeypatch.setenv(*variable.split('='))
         with pytest.raises(SystemExit) as ended:
-            main([*(PIPELINES if main is cli.main else []), *flags.split()])
+            import_module(program).main(flags)
         assert ended.value.code == 2
         assert message in capsys.readouterr().err
 
@@ -282,16 +252,3 @@ def test_losses_by_step_and_time(tmp_path):
     assert wpipe[2] not in (stock[2], paci[2])
     assert [row[3] for row in rows] == ['4', '6', '7', '6']
     assert (tmp_path / 'losses.png').stat().st_size > 10_000
-
-
-@pytest.mark.parametrize(
-    ('given', 'said'),
-    [
-        (['--methods', 'zb-v'], '--methods zb-v is not asynchronous'),
-        (['--ranks', 1], '--ranks 1 is too small: give at least 2'),
-        (['--microbatches', 2], '--microbatches 2 is too small: give 3'),
-    ],
-)
-def test_what_cannot_be_compared(given, said):
-    done = run([*SCRIPT, *given])
-    assert done.returncode == 2 and said in done.stderr

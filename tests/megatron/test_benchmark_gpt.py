@@ -11,7 +11,7 @@ import forked
 import pytest
 from paths import ROOT, SUPPORT
 
-from benchmarks.gpt import cli, models, predict
+from benchmarks.gpt import models, predict
 from benchmarks.gpt.jobs import Job, stages
 from benchmarks.gpt.processes import Crew
 from benchmarks.gpt.results import FAILED, PREDICTED, Results, table
@@ -222,30 +222,3 @@ def test_published_pipelines_can_be_had(name):
     if name not in ('tiny', '175b'):
         assert model.stage_layers == per_rank
     build('zb-v', model.pipeline, 3 * model.pipeline)
-
-
-@pytest.mark.parametrize(
-    ('flags', 'world', 'message'),
-    [
-        ('--models tiny', '', 'needs torchrun: torchrun --nproc-per-node 8'),
-        ('--models tiny --single-gpu', '2', 'takes one process: start it without torchrun'),
-        ('--models 7b', '2', "unknown model '7b': known are tiny, 1.5b"),
-        ('--models tiny --schedules zb-w', '2', "unknown schedule 'zb-w'"),
-        ('--models tiny --schedules megatron:zb-v', '2', "unknown schedule 'megatron:zb-v'"),
-        ('--models tiny --microbatches 3q', '2', '--microbatches 3q: give numbers such as 24'),
-        ('--models tiny --iterations 0', '2', '--iterations 0 is too small: give 1 or more'),
-        ('--models tiny --tensor-parallel 3', '2', '2 GPUs do not divide by 3'),
-        ('--models tiny --pipeline-parallel 3', '2', '2 GPUs do not divide by 3 (tiny'),
-        ('--models tiny --json nowhere/r.json', '2', 'there is no folder nowhere'),
-        ('--models tiny --png r.jpg', '2', 'let its name end in .png or .svg'),
-        ('--models tiny --single-gpu --predict-ranks 1', '', 'give numbers from 2 up'),
-    ],
-)
-def test_refuses_before_it_starts(capsys, monkeypatch, flags, world, message):
-    monkeypatch.delenv('WORLD_SIZE', raising=False)
-    if world:
-        monkeypatch.setenv('WORLD_SIZE', world)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(flags.split())
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err

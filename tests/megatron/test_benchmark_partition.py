@@ -11,7 +11,7 @@ import forked
 import pytest
 from paths import ROOT
 
-from benchmarks.partition import cases, cli, resident, shares, two_hosts
+from benchmarks.partition import cases, resident, shares, two_hosts
 from benchmarks.partition.measured import Gpt
 
 pytestmark = pytest.mark.one_release
@@ -190,25 +190,3 @@ def test_ranks_share_no_more_than_there_is():
     assert shares.spread([0.9, 0.9], [0, 1, 2]) == (0, 1)
     with pytest.raises(ValueError, match='give --share above 0'):
         shares.spread([0.6] * 4, [0, 1])
-
-
-@pytest.mark.parametrize(
-    ('flags', 'said'),
-    [
-        (['--share', '0.4'], '--share is of real passes'),
-        (['--tied'], '--tied is of real passes'),
-        (['--memory'], '--memory is of real passes'),
-        (['--real', '--measure'], '--measure is of emulated passes'),
-        (['--real', '--slow', '1:2'], 'with --real a slow rank has a smaller share'),
-        (['--real', '--share', '0.1', '--realtime'], 'leave --realtime out'),
-        (['--real', '--pp', '900', '--layers', '1800'], 'would take their time from each other'),
-        (['--pp', '1'], '--pp 1 is too small'),
-        (['--slow', '9:2'], '--slow 9:2: give RANK:FACTOR'),
-        (['--layers', '3'], '--layers 3 is too small'),
-        (['--busy'], '--busy is about the rank of --slow'),
-    ],
-)
-def test_odd_flags(capsys, flags, said):
-    with pytest.raises(SystemExit):
-        cli.main(flags)
-    assert said in capsys.readouterr().err
