@@ -7,13 +7,10 @@ import pytest
 from ranks import Pool, Ranks
 from recorded import build, device
 
-# how processes end depends on Python
-_OF_EACH_PYTHON = ('test_orphans.py', 'test_watchdog.py')
-
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """No release of Megatron decides what runs without it."""
-    if item.path.name not in _OF_EACH_PYTHON:
+    if item.path.name != 'test_watchdog.py':  # how processes end depends on Python
         item.add_marker(pytest.mark.one_release)
 
 
