@@ -48,9 +48,8 @@ class WeightsByHand:
                 if not hands:
                     p = parallel_state.get_pipeline_model_parallel_world_size()
                     stage = parallel_state.get_pipeline_model_parallel_rank()
-                    models = (
-                        given['model'] if isinstance(given['model'], list) else [given['model']]
-                    )
+                    model = given['model']
+                    models = model if isinstance(model, list) else [model]
                     by = {'wpipe': ByChunk, 'pipemare': PipeMare}.get(self.method, ByHand)
                     hands.append(by(self.method, p, get_num_microbatches(), stage, models))
                 hands[0].keep()
@@ -68,10 +67,8 @@ class WeightsByHand:
                 clip_by_stage(optimizer, sharded=False)
             return models, optimizer, scheduler
 
-        clipping = mock.patch.object(
-            training, 'setup_model_and_optimizer', setup_model_and_optimizer
-        )
-        with events.evaluations(training) as losses, mine, clipping:
+        clips = mock.patch.object(training, built.__name__, setup_model_and_optimizer)
+        with events.evaluations(training) as losses, mine, clips:
             yield losses
 
 

@@ -10,8 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from example import forget_groups
+from models import Job, train
 from outcome import error_of
 from parsed_flags import PLACED
+from rows import row, trains
+from supported import refuses
 
 import megatron_zbpp
 from megatron_zbpp.mcore import layout
@@ -208,3 +211,31 @@ def test_what_is_written_is_compared(ranks):
     assert written and alike and not other and unknown is None
     assert difference == 'rank 0 holds layers E 1 | 4 L by zb-v, but E 1 | 3 by interleaved'
     assert ranks_differ == "it has 2 pipeline ranks by zb-v, but 4 by Megatron's 1F1B"
+
+
+# ---- Models that do not have each layer once.
+
+
+WHY = 'a stage cannot be told from one that was built elsewhere'
+test_identical_to_megatron = trains(
+    'layers {change}',
+    {'layers': 4},  # over ranks: two in each chunk of a V
+    row(
+        '',
+        ('zb-h1', 'zb-2p+post-validation', 'interleaved', 'zb-v'),
+        lambda change, schedule, **_: change == 'run twice' or schedule != 'zb-v',
+        **{'change': ('run twice', 'pruned', 'numbered from 11', 'run twice'), 'te': (False, True)},
+        kernels={'fused': {'fused': True, 'bf16': True}, 'plain': {}},
+    ),
+    te=True,
+)
+
+
+@refuses('layers {change}', WHY, 'zb-v')
+@pytest.mark.parametrize('change', ['pruned', 'numbered from 11'])
+def test_refused_in_a_v(ranks, data, change):
+    """By name, with a schedule that takes them: see above."""
+    job = Job(layers=4, change=change, te=False)
+    for found in ranks(2).run(error_of, train, job, job.argv('zb-v', False, data)):
+        assert found.startswith('the layers of decoder.layers were not built where the schedule')
+        assert 'such as zb-h1, for layers that are pruned or have other numbers' in found
