@@ -30,6 +30,7 @@ from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.techniques.base import Technique
 
 PLACEMENT = Placement.loop(2)
+NOWHERE = object()  # channels that nothing is sent through
 ORDERS = ('0F0 0Y0 0F1 0Y1 0X0 0BW0 0X1 0BW1', '1F0 1Y0 1X0 1B0 1F1 1Y1 1W0 1X1 1B1 1W1')
 
 
@@ -149,7 +150,7 @@ def test_it_runs(ranks):
 
 def test_a_message_of_another_shape_is_refused():
     parts = Message((3,), torch.float64, CPU), Message((2,), torch.int16, CPU)
-    fixed = messages(Nowhere(), message_of(), {'sample': parts})
+    fixed = messages(NOWHERE, message_of(), {'sample': parts})
     hand = Hand(Pass('Y', 0, 0), Pass('X', 0, 0), 'sample')
     good = torch.zeros(3, dtype=torch.float64), torch.zeros(2, dtype=torch.int16)
     assert fixed.checked(good, hand) is good
@@ -159,18 +160,14 @@ def test_a_message_of_another_shape_is_refused():
     with pytest.raises(ValueError, match=r'takes \(3, 6\) of torch.float32: every'):
         fixed.checked(good, hand._replace(message='gradient'))
     with pytest.raises(NotImplementedError, match='messages sample beside some whose shapes vary'):
-        messages(Nowhere(), message_of(uneven), {'sample': parts})
-
-
-class Nowhere:
-    """Channels that nothing is sent through."""
+        messages(NOWHERE, message_of(uneven), {'sample': parts})
 
 
 def refusal(program, **options):
     """Return why an executor without stages and neighbours refuses a program."""
     store = WeightGradStore()
     with pytest.raises(NotImplementedError) as error:
-        Executor(program, {}, Nowhere(), message_of(), store, HostClock(), **options)
+        Executor(program, {}, NOWHERE, message_of(), store, HostClock(), **options)
     return str(error.value)
 
 

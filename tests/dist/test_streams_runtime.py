@@ -150,37 +150,18 @@ def test_plain_memory_in_a_trial_would_be_seen():
     assert waits(order) == [each for each in directions for _ in range(3)]
 
 
-class Stalled:
+def stalled(clock):
     """Stands for an executor whose device never comes to the end of its first pass."""
-
-    def __init__(self, clock):
-        self.program, self.clock = (Pass(B, 0, 0),), clock
-        self.record = Record([Pass(B, 0, 0)], [(clock.mark(), clock.mark())])
-        self.current, self.awaiting = Pass(B, 0, 0), False
-        self.channels = mock.Mock(leaving=None, ranks=[0])
-        self.transfers = mock.Mock(waits=None)
-
-
-class Passes:
-    """What the watchdog's threads ask of an iteration that does not end."""
-
-    def __init__(self, executor):
-        self.tracker, self.over = Tracker(executor), False
-
-    def ended(self):
-        pass
-
-    def beat(self):
-        return None if self.over else self.tracker.position()
-
-    def lost(self):
-        return False
-
-    def standing(self):
-        return self.tracker.standing()
-
-    def waits(self):
-        return self.tracker.waits()
+    first = Pass(B, 0, 0)
+    return SimpleNamespace(
+        program=(first,),
+        clock=clock,
+        record=Record([first], [(clock.mark(), clock.mark())]),
+        current=first,
+        awaiting=False,
+        channels=SimpleNamespace(leaving=None, ranks=[0]),
+        transfers=SimpleNamespace(waits=None),
+    )
 
 
 @pytest.mark.parametrize('sound', [True, False])
@@ -209,10 +190,13 @@ def test_each_thread_of_the_watchdog_enters_the_device(sound):
             mock.patch.object(os, '_exit', leave),
             mock.patch.object(multiprocessing, 'active_children', list),
         ):
-            passes = Passes(Stalled(clock_for(DEVICE)))
+            tracker, nothing = Tracker(stalled(clock_for(DEVICE))), lambda: None
+            # an iteration that does not end
+            passes = SimpleNamespace(ended=nothing, beat=tracker.position, lost=lambda: False)
+            passes.standing, passes.waits = tracker.standing, tracker.waits
             with watchdog._watching(passes):
                 assert ended.wait(60), 'the watchdog did not see the stall'
-            passes.over = True
+            passes.beat = nothing
             watchdog.stop()
             said.seek(0)
             words = said.read().decode()

@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from example import forget_groups, program, words
+from example import forget_groups, program, small_config, words
 
 import megatron_zbpp
 from megatron_zbpp.analysis.memory import live
@@ -150,16 +150,12 @@ SIZES = {
     'bf16': True,
     'fp16': False,
 }
+GROUPED = {'group_query_attention': True, 'num_query_groups': 2}
 CASES = {
     'one rank': {},
     'tensor parallel': {'tensor_model_parallel_size': 2},
     'sequence parallel': {'tensor_model_parallel_size': 2, 'sequence_parallel': True},
-    'SwiGLU, grouped queries': {
-        'swiglu': True,
-        'ffn_hidden_size': 160,
-        'group_query_attention': True,
-        'num_query_groups': 2,
-    },
+    'SwiGLU, grouped queries': {'swiglu': True, 'ffn_hidden_size': 160, **GROUPED},
     'fp32': {'bf16': False},
     'full recompute': {'recompute_granularity': 'full'},
 }
@@ -170,7 +166,6 @@ def measured(sizes):
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlock
     from specs import SequenceParallelNorm
 
@@ -181,16 +176,13 @@ def measured(sizes):
         with megatron_zbpp.enable('zb-h1') as plugin:
             parallel_state.initialize_model_parallel(args.tensor_model_parallel_size)
             model_parallel_cuda_manual_seed(1)
-            config = TransformerConfig(
-                num_layers=1,
-                hidden_size=HIDDEN,
-                num_attention_heads=HEADS,
+            kind = torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu
+            config = small_config(
+                *(1, HIDDEN, HEADS),
                 ffn_hidden_size=args.ffn_hidden_size,
                 num_query_groups=args.num_query_groups if args.group_query_attention else None,
                 gated_linear_unit=args.swiglu,
-                activation_func=torch.nn.functional.silu
-                if args.swiglu
-                else torch.nn.functional.gelu,
+                activation_func=kind,
                 add_bias_linear=not args.swiglu,
                 tensor_model_parallel_size=args.tensor_model_parallel_size,
                 sequence_parallel=args.sequence_parallel,

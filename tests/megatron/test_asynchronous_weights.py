@@ -258,62 +258,54 @@ def test_a_layer_that_counts_its_forwards(ranks, data):
         ranks(2).run(train, Case('paci', 2, 1).argv(data), counting_column)
 
 
-def clamp(models: list, optimizer: Any) -> None:
-    for model in models:
-        for parameter in model.parameters():
-            parameter.data.clamp_(-0.01, 0.01)
+def clamp(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.01, 0.01)
 
 
-def write_seen(models: list, optimizer: Any) -> None:
-    with torch.no_grad():
-        next(models[-1].parameters()).mul_(2)
+@torch.no_grad()
+def write_seen(model: Any) -> None:
+    next(model.parameters()).mul_(2)
 
 
-def point(models: list, optimizer: Any) -> None:
-    parameter = next(models[0].parameters())
+def point(model: Any) -> None:
+    parameter = next(model.parameters())
     parameter.data = parameter.data * 2
 
 
-def step_after(models: list, optimizer: Any) -> None:
-    clamp(models, optimizer)
-    optimizer.step()
-
-
-def write_main(models: list, optimizer: Any) -> None:
-    for parameter in models[0].parameters():
+def write_main(model: Any) -> None:
+    for parameter in model.parameters():
         parameter.main_param.mul_(2)
 
 
-def write_buffer(models: list, optimizer: Any) -> None:
-    for model in models:
-        model.temperature.data.fill_(2)
+def write_buffer(model: Any) -> None:
+    model.temperature.data.fill_(2)
 
 
-def evaluate_from_now_on(models: list, optimizer: Any) -> None:
-    for model in models:
-        model.eval()
+def evaluate_from_now_on(model: Any) -> None:
+    model.eval()
 
 
-def freeze(models: list, optimizer: Any) -> None:
-    for model in models:
-        next(model.parameters()).requires_grad_(False)
+def freeze(model: Any) -> None:
+    next(model.parameters()).requires_grad_(False)
 
 
-REFUSED: dict[Callable, str] = {
-    clamp: 'weight',
-    write_seen: 'weight',
-    point: 'weight',
-    write_main: 'the main copy of ',
-    write_buffer: 'temperature',
-    evaluate_from_now_on: r'train\(\) or eval\(\)',
-    freeze: 'weight',
-    step_after: 'weight',
-}
+# of each chunk; the last one behind another call, and before a step
+REFUSED: list[tuple[Callable, str]] = [
+    (clamp, 'weight'),
+    (write_seen, 'weight'),
+    (point, 'weight'),
+    (write_main, 'the main copy of '),
+    (write_buffer, 'temperature'),
+    (evaluate_from_now_on, r'train\(\) or eval\(\)'),
+    (freeze, 'weight'),
+    (clamp, 'weight'),
+]
 
 
-def swap_and_back(models: list, optimizer: Any) -> None:
+def swap_and_back(model: Any) -> None:
     """As averages of weights are evaluated."""
-    own = [(each, each.data.clone()) for model in models for each in model.parameters()]
+    own = [(each, each.data.clone()) for each in model.parameters()]
     for parameter, _ in own:
         parameter.data.mul_(0.5)
     for parameter, data in own:
@@ -332,22 +324,27 @@ def changed(argv: list[str], method: str) -> list[str]:
             args.layout = megatron_zbpp.layout_for('wpipe', 2, args.num_layers)
         plugin = script.enable(args, stack)
         script.initialize(args)
-        for change in REFUSED:
+        for number, (change, _) in enumerate(REFUSED):
             chunks = script.build_model(args)
             for chunk in chunks:
                 chunk.register_buffer('temperature', torch.ones(2), persistent=False)
             optimizer, _ = script.build_optimizer(args, chunks)
             data = script.iterators(args, script.build_datasets(args)[0], 0)
-            for harmless in (lambda *_: None, swap_and_back, lambda *_: plugin.finish_step()):
+            for harmless in (lambda _: None, swap_and_back, lambda _: plugin.finish_step()):
                 for chunk in chunks:
                     chunk.zero_grad_buffer()
                 script.run_batch(args, chunks, data)
                 optimizer.step()
-                harmless(chunks, optimizer)
+                for chunk in chunks:
+                    harmless(chunk)
             with pytest.raises(NotImplementedError) as error:
-                if change is step_after:
+                last = number == len(REFUSED) - 1
+                if last:
                     script.run_batch(args, chunks, data)
-                change(chunks, optimizer)
+                for chunk in chunks:
+                    change(chunk)
+                if last:
+                    optimizer.step()
                 script.run_batch(args, chunks, data)
             said.append(str(error.value))
     return said
@@ -362,7 +359,7 @@ def test_what_a_program_changes_between_two_calls(ranks, data, method):
     next call runs anything; what is set back, and steps themselves, are no changes."""
     argv = Case(method, 2, 2, ('--bf16',)).argv(data)
     for told in ranks(2).run(changed, argv, method):
-        for line, name in zip(told, REFUSED.values(), strict=True):
+        for line, (_, name) in zip(told, REFUSED, strict=True):
             assert re.match(rf'a change of (chunk \d: )?\S*{name}.* between two calls', line), line
             assert line.endswith('or take a synchronous schedule, such as zb-v')
 

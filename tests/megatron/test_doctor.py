@@ -322,11 +322,6 @@ def test_sizes_of_evaluations(ranks, tmp_path):
     assert code == 0 and found['launch_line']['iterations'][0]['microbatches'] == 4
 
 
-def test_layers_need_not_divide(ranks):
-    code, found = report(ranks, *line('--num-layers', 21, schedule='zb-h1'))
-    assert code == 0 and sum(found['launch_line']['layers']) == 21
-
-
 def test_a_script_that_is_not_there(ranks, tmp_path):
     script = tmp_path / 'pretrain_gpt.py'
     words = ['-m', 'megatron_zbpp.launch', script, *SIZES, '--pipeline-schedule', 'zb-v']
@@ -453,13 +448,6 @@ def test_what_argparse_refuses_is_told_beside(ranks):
         "zbpp: --pipeline-clip is '3': give 'stage' or 'global'",
         'zbpp: launch line: --pipeline-traces is not known: did you mean --pipeline-trace-dir?',
     ], errors
-
-
-def test_one_rank_takes_no_wrong_values(ranks):
-    said = refusal(
-        ranks, '--', *SIZES, *'--pipeline-model-parallel-size 1 --pipeline-schedule no'.split()
-    )
-    assert "unknown schedule 'no'" in said
 
 
 def test_what_slices_refuse(ranks):

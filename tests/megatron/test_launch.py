@@ -101,12 +101,6 @@ def test_context_is_attended_as_a_whole(ranks, tmp_path):
         assert float.fromhex(loss) == pytest.approx(expected, rel=1e-5)
 
 
-def test_clipping(ranks):
-    """ZB-H1 sums the norm as 1F1B does."""
-    flags = [*PIPELINE, '--clip-grad', 0.1, '--train-iters', 4]
-    assert run(ranks(2), *flags, *by('zb-h1')) == run(ranks(2), *flags)
-
-
 @supports("NVIDIA's loop: an overflow of fp16", 'zb-h1 zb-v')
 @pytest.mark.parametrize('rank', [0, 1])
 def test_overflow_skips_the_step(ranks, tmp_path, rank):

@@ -11,10 +11,10 @@ import pytest
 import report
 import torch
 import torch.distributed as dist
-from example import MODEL, early_steps, program
+from example import MODEL, early_steps, program, small_config
 from grids import grid, some
 from models import Job, train
-from nvidia import EARLY
+from nvidia import by
 from rows import row, trains
 from stock import trained as trained_by_stock
 from supported import supports
@@ -102,14 +102,9 @@ def whole_model(script, args):
     names = ['tp', 'cp', 'pp', 'embd', 'pos_embd', 'dp', 'dp_cp', 'tp_cp', 'tp_dp_cp', 'mp']
     groups = ProcessGroupCollection(**dict.fromkeys(names, own))
     groups.tp = groups.cp = parallel_state.get_tensor_model_parallel_group()
-    config = script.TransformerConfig(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        gradient_accumulation_fusion=False,
-    )
+    sizes = args.num_layers, args.hidden_size, args.num_attention_heads
+    plain = {'hidden_dropout': 0.0, 'attention_dropout': 0.0, 'gradient_accumulation_fusion': False}
+    config = small_config(*sizes, **plain)
     model = script.GPTModel(
         config,
         script.get_gpt_layer_local_spec(),
@@ -202,20 +197,22 @@ def trained_beside(argv, second):
     p=(2, 2, 4),
 )
 def test_policy_and_reference(ranks, schedule, second, p):
-    name, _, early = schedule.partition('+')
-    argv = [*MODEL, '--num-layers', 2 * p, '--pipeline-model-parallel-size', p, '--clip-grad', 1e9]
-    argv += ['--global-batch-size', 5, '--train-iters', STEPS]
-    stock = trained_by_stock(
-        ranks(p), trained_beside, [*argv, '--pipeline-schedule', 'megatron'], second
-    )
-    ours = ranks(p).run(
-        trained_beside, [*argv, '--pipeline-schedule', name, *(EARLY if early else [])], second
-    )
+    _, stock = as_by_stock(ranks(p), trained_beside, schedule, (p, 5, STEPS), second)
     losses, *_ = stock[-1]
     assert len({loss for _, loss in losses}) == STEPS
     assert len({answer for answers, _ in losses for answer in answers}) == 2 * sum(CALLS)
+
+
+def as_by_stock(ranks, train, schedule, sizes, given, *more):
+    """Train by a schedule and by Megatron's own, to the bit; what each leaves on each rank."""
+    p, m, steps = sizes
+    argv = [*MODEL, '--num-layers', 2 * p, '--pipeline-model-parallel-size', p, '--clip-grad', 1e9]
+    argv += ['--global-batch-size', m, '--train-iters', steps]
+    stock = trained_by_stock(ranks, train, [*argv, '--pipeline-schedule', 'megatron'], given)
+    ours = ranks.run(train, [*argv, *by(schedule), *more], given)
     assert [left[:2] for left in ours] == [left[:2] for left in stock]
-    assert any(left[2] for left in ours) == bool(early)
+    assert any(left[2] for left in ours) == ('+' in schedule)
+    return ours, stock
 
 
 def trained_in_counts(argv, counts):
@@ -246,19 +243,9 @@ def test_as_stock(ranks, tmp_path, schedule, p, steps):
     """Random numbers from 1 to 3p; iteration 5 is traced with as many as it has."""
     random = Random(55)  # of p = 2 the first 7 are 1, 2, 2, 6, 3, 1, 6
     counts = [random.randint(1, 3 * p) for _ in range(steps)]
-    name, _, early = schedule.partition('+')
-    argv = [*MODEL, '--num-layers', 2 * p, '--pipeline-model-parallel-size', p, '--clip-grad', 1e9]
-    argv += ['--global-batch-size', 3 * p, '--train-iters', steps]
-    flags = ['--pipeline-schedule', name, *(EARLY if early else [])]
-    stock = trained_by_stock(
-        ranks(p), trained_in_counts, [*argv, '--pipeline-schedule', 'megatron'], counts
-    )
-    ours = ranks(p).run(
-        trained_in_counts, [*argv, *flags, '--pipeline-trace-dir', tmp_path], counts
-    )
+    sizes, trace = (p, 3 * p, steps), ('--pipeline-trace-dir', tmp_path)
+    ours, stock = as_by_stock(ranks(p), trained_in_counts, schedule, sizes, counts, *trace)
     assert len(set(stock[-1][0])) == steps
-    assert [left[:2] for left in ours] == [left[:2] for left in stock]
-    assert any(left[2] for left in ours) == bool(early)
     between = set(range(min(counts), max(counts) + 1))
     assert [left[3] for left in ours] == [between] * p and between > set(counts[:7])
     traced = json.loads((tmp_path / 'pipeline.perfetto.json').read_text())['traceEvents']
@@ -272,10 +259,8 @@ def standings(argv, counts):
     found = []
 
     with program(argv) as at:
-        data, original = (
-            [batches(100, at.args.seq_length, 1) for _ in at.models],
-            at.script.forward_step,
-        )
+        data = [batches(100, at.args.seq_length, 1) for _ in at.models]
+        original = at.script.forward_step
 
         def forward_step(*given):
             found[-1].append(at.plugin.session.watchdog._activity.standing())

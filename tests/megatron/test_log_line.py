@@ -51,31 +51,19 @@ def job_lines(training):
 def logged(training):
     """What is printed, scalars as TensorBoard and as W&B get them, lines of the job."""
     lines, scalars, kept = [], [], {}
+    board, wandb = mock.Mock(), mock.Mock(config={})
 
-    def print_rank_last(message):
-        lines.append(message)
+    def add_scalar(name, value, iteration):
+        scalars.append((iteration, name, float(value)))
 
-    class Writer:
-        def add_scalar(self, name, value, iteration):
-            scalars.append((iteration, name, float(value)))
+    def log(values, iteration):
+        kept.update({(iteration, name): value for name, value in values.items()})
 
-        def flush(self):
-            pass
-
-    class Wandb:
-        def __init__(self):
-            self.config = {}
-
-        def log(self, values, iteration):
-            kept.update({(iteration, name): value for name, value in values.items()})
-
-        def finish(self):
-            pass
-
+    board.add_scalar, wandb.log = add_scalar, log
     with (
-        mock.patch.object(training, 'print_rank_last', print_rank_last),
-        mock.patch.object(training, 'get_tensorboard_writer', Writer),
-        mock.patch.object(training, 'get_wandb_writer', Wandb),
+        mock.patch.object(training, 'print_rank_last', lines.append),
+        mock.patch.object(training, 'get_tensorboard_writer', lambda: board),
+        mock.patch.object(training, 'get_wandb_writer', lambda: wandb),
         job_lines(training) as said,
     ):
         yield lines, scalars, kept, said
