@@ -56,7 +56,6 @@ def added(schedule: Schedule, name: str) -> Schedule:
 
 
 def having(name: str) -> Schedule:
-    """A schedule that has one technique."""
     if name == OVERLAP:
         return build('dualpipe-v', P, 2 * P, together=True)
     if name == SLICED:
@@ -179,7 +178,6 @@ ORDERS = {
 
 
 def schedule_of(texts, microbatches=MICROBATCHES):
-    """Return the schedule of these orders, checked."""
     orders = tuple(tuple(map(Pass.parse, text.split())) for text in texts)
     stages = 1 + max(p.stage for order in orders for p in order)
     placement = Placement.loop(len(orders), stages // len(orders))
@@ -264,7 +262,6 @@ def whole(num_stages):
 
 
 def require_in_turn(schedule, results):
-    """Require what each rank made to be what the slices make in turn, to the bit."""
     expected = in_turn(schedule.num_stages)
     for found, _ in results:
         for stage, (losses, gradients) in found.items():
@@ -286,7 +283,6 @@ def test_slices_of_sequences(ranks, name):
 
 @pytest.mark.on_ranks(1)
 def test_a_slice_of_another_shape_is_named():
-    """Where a slice has the rows of another."""
     order = '0F0.0 1F0.0 0F0.1 1F0.1 1BW0.1 0BW0.1 1BW0.0 0BW0.0'
     said = r'^F stage 0 microbatch 0 slice 1 made \(3, 6\) of torch.float32, but'
     rows = mock.patch.object(PrefixStage, 'rows_of', lambda self, part: SIZES[0])

@@ -203,7 +203,6 @@ class Failing(LinearStage):
 
 @pytest.mark.on_ranks(1)
 def test_error_leaves_nothing_behind():
-    """An error in a pass reaches the caller."""
     pipeline = Pipeline(build('zb-h1', 1, 2), stage_class=Failing)
     with pytest.raises(RuntimeError, match=r'^in B$'):
         pipeline.executor().run()

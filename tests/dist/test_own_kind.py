@@ -164,7 +164,6 @@ def test_a_message_of_another_shape_is_refused():
 
 
 def refusal(program, **options):
-    """Return why an executor without stages and neighbours refuses a program."""
     store = WeightGradStore()
     with pytest.raises(NotImplementedError) as error:
         Executor(program, {}, NOWHERE, message_of(), store, HostClock(), **options)

@@ -154,7 +154,6 @@ def test_sigterm_is_read_by_a_thread_and_kills_children():
 
 
 def test_what_was_saved_is_waited_for(ahead):
-    """A partner that is to take activations, or to send them back."""
     tracker, p = Tracker(ahead), Pass('F', 0, 2)
     ahead.clock.now = 2 * len(ahead.record.passes)
     for waits, words in (

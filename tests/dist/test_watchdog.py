@@ -233,7 +233,6 @@ def test_pause(tmp_path, limit):
 
 
 def test_pauses_are_long():
-    """Unless something else is asked for."""
     assert Watchdog(1)._pause_timeout == 600
     assert Watchdog(300)._pause_timeout == 3000
 

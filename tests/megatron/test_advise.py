@@ -255,7 +255,6 @@ REFUSED = {
 
 @pytest.mark.parametrize('name', REFUSED)
 def test_what_cannot_work(name: str, capsys) -> None:
-    """One line that names the value and the cure."""
     words, told = REFUSED[name]
     assert main(words) == 2
     said = capsys.readouterr().err
@@ -354,7 +353,6 @@ def test_doctor_and_advise_agree(machine: str, capsys) -> None:
     ],
 )
 def test_memory_that_is_not_predicted(words: str, rates: str, told: str, capsys) -> None:
-    """The reason is said, and no number is."""
     found = doctored(capsys, f'{LINE} {words}'.split(), *rates.split())['predicted']
     assert not found['nbytes'] and found['seconds'] is None
     (note,) = found['notes']

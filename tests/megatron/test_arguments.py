@@ -312,7 +312,6 @@ def test_two_routes_of_another_size(ranks, tmp_path, given):
 
 
 def plan_file(folder, layout='Ettt|tL'):
-    """A plan of two ranks and four microbatches."""
     path = folder / 'plan.json'
     schedule = json.loads(build('zb-h1', 2, 4).to_json())
     path.write_text(json.dumps({'layout': layout, 'cuts': [4, 2], 'schedule': schedule}))

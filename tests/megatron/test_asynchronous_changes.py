@@ -76,8 +76,6 @@ class PipeMareByFormula(PipeMare, ByFormula):
 
 
 class ByFormulaOfChunks(ByChunk):
-    """The same for each chunk."""
-
     of_chunk = ByFormula
 
     def begin(self, m: int, fills: bool) -> None:

@@ -405,7 +405,6 @@ OWN = {
 
 
 def test_synchronous_schedules_call_nothing_of_it(ranks, data):
-    """By pass, message or step."""
     job = models.Job(te=False, iterations=2)
     ours, plain = (
         ranks(job.size).run(entered, models.train, job, job.argv(schedule, False, data))

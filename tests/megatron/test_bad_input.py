@@ -26,7 +26,6 @@ SOUND = {
 
 
 def flags(changes):
-    """Those of a sound run, with `changes`."""
     options = SOUND | {f'--{key.replace("_", "-")}': value for key, value in changes.items()}
     return [name if value is None else f'{name}={value}' for name, value in options.items()]
 
@@ -85,7 +84,6 @@ def test_a_loss_that_may_be_no_number(ranks, data, tmp_path):
 
 
 def parse(argv):
-    """On each rank: how the program ends, and what it says."""
     import pretrain_gpt
 
     return outcome(pretrain_gpt.parse_args, argv)

@@ -30,7 +30,6 @@ P, M, TIMES = 2, 4, [2.0, 3.0, 1.0]
 
 
 def benched(folder, *flags):
-    """The script as a user calls it: what it printed, and its JSON."""
     file = folder / 'result.json'
     command = [sys.executable, 'scripts/benchmark_pipelines.py', '--pp', str(P)]
     command += ['--microbatches', str(M), '--times-ms', ','.join(map(str, TIMES))]
@@ -168,7 +167,6 @@ def test_overhead(capsys, tmp_path):
 
 @pytest.mark.full
 def test_training(tmp_path):
-    """A real GPT by Megatron's 1F1B and ours."""
     file = tmp_path / 'training.json'
     small = '--layers 4 --hidden-size 64 --seq-length 16 --microbatches 2 --rounds 2'.split()
     small += ['--schedules', 'zb-h1,zb-v,seq1f1b']

@@ -32,7 +32,6 @@ STAGE = {
 
 
 def torchrun(folder, *flags):
-    """The benchmark on two ranks: what it said, and its file."""
     file = folder / 'result.json'
     launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2']
     done = commands.run([*launch, SCRIPT, *QUICK, '--json', file, *flags], timeout=200)

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.one_release
 
 
 def run(folder, *flags):
-    """The script as a user calls it: what it printed, and its JSON."""
     file = folder / 'result.json'
     command = [sys.executable, 'scripts/benchmark_partition.py', '--pp', '2', '--microbatches', '4']
     command += ['--layers', '4', '--seconds-per-microbatch', '0.04', '--planning', '0.3']

@@ -239,7 +239,6 @@ def run(bridge_ranks, tmp_path_factory):
 
 
 def attempt(weights, schedule, changes):
-    """On each rank: what a run leaves, or what it says."""
     try:
         return recipe.train(weights, schedule, False, LORA, changes)
     except ValueError as error:
@@ -262,7 +261,6 @@ def saved(run, tmp_path_factory):
 
 
 def saving(folder):
-    """Save there, for Hugging Face, too."""
     return {
         'checkpoint.save': str(folder),
         'checkpoint.save_interval': 2,

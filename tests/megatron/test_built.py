@@ -179,7 +179,6 @@ SAVED = [
 
 
 def told(settings):
-    """What saved arguments of a stock run tell."""
     args = Namespace(**{'num_layers': 8, 'pipeline_model_parallel_size': 2, **settings})
     return [list(rank) for rank in RankFiles.saved({'args': args}).layers]
 
@@ -234,7 +233,6 @@ test_identical_to_megatron = trains(
 @refuses('layers {change}', WHY, 'zb-v')
 @pytest.mark.parametrize('change', ['pruned', 'numbered from 11'])
 def test_refused_in_a_v(ranks, data, change):
-    """By name, with a schedule that takes them: see above."""
     job = Job(layers=4, change=change, te=False)
     for found in ranks(2).run(error_of, train, job, job.argv('zb-v', False, data)):
         assert found.startswith('the layers of decoder.layers were not built where the schedule')

@@ -229,7 +229,6 @@ def test_a_file(ranks, tmp_path):
 
 
 def _whole(order: Any) -> Iterator[Any]:
-    """B as BW, and no W."""
     for entry in order:
         if not isinstance(entry, Pass):
             yield entry

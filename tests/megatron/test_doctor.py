@@ -29,7 +29,6 @@ SIZES += ENDS
 
 
 def line(*more, schedule='zb-v', gpus=8, batch=48):
-    """Of a job of those sizes."""
     given = [*SIZES, '--global-batch-size', batch, '--pipeline-schedule', schedule, *more]
     return ['--gpus', gpus, '--', *given]
 
@@ -56,14 +55,12 @@ def doctor(words, training=False):
 
 
 def report(ranks, *words, training=False):
-    """Exit code, and the report as JSON."""
     (code, out, errors), _ = ranks(2).run(doctor, ['--json', *words], training)
     assert not errors, errors
     return code, json.loads(out)
 
 
 def refusal(ranks, *words):
-    """The one line that is said of bad input."""
     (code, out, errors), _ = ranks(2).run(doctor, words)
     assert code == 2 and not out and errors.count('\n') == 1, (code, out, errors)
     return errors

@@ -20,8 +20,6 @@ LAST = 4  # iteration before the exit
 
 
 class Exit(NamedTuple):
-    """How a run ends."""
-
     schedule: str
     flags: list
     event: Any = events.nothing  # brings it about
@@ -66,7 +64,6 @@ def stock(ranks, tmp_path_factory):
     ],
 )
 def test_resumed_after_an_exit(ranks, stock, tmp_path, how):
-    """It gives what a run without the exit gives."""
     whole, loading = stock
     schedule, flags, event, reported = EXITS[how]
     ours = [*FLAGS, *by(schedule)]

@@ -26,7 +26,6 @@ pytestmark = marks
 
 @pytest.fixture
 def device():
-    """Where all of this runs."""
     return torch.device('cuda', torch.cuda.current_device())
 
 
@@ -132,7 +131,6 @@ def test_clock(device):
 
 @pytest.mark.parametrize('flags', [(), ('--bf16',)], ids=['fp32', 'bf16'])
 def test_identical_to_megatron(ranks, data, tmp_path, flags):
-    """Losses, parameters and Adam's state of 10 iterations."""
     common = ['--pipeline-model-parallel-size', 2, '--num-layers', 4, '--data-path', data, *flags]
     common += ['--global-batch-size', 6, '--train-iters', 10, '--clip-grad', NO_CLIPPING]
     reference = run(ranks(2), *common, '--pipeline-schedule', 'megatron')

@@ -212,7 +212,6 @@ def by_autograd(chunks):
 
 
 def hashes(chunk, field):
-    """Sums and all bits of each gradient."""
     found = {}
     for name, parameter in chunk.named_parameters():
         gradient = getattr(parameter, field)

@@ -37,8 +37,6 @@ MARGIN = 90  # seconds for all processes to end, on a busy machine
 
 @dataclass(frozen=True)
 class Ended:
-    """A process of torchrun that has ended."""
-
     code: int
     said: str  # by torchrun and its rank
     rank_time: float | None  # when the rank was no more, where the link was cut
@@ -66,7 +64,6 @@ class Torchrun:
         self._times = [{} for _ in self.hosts]
 
     def poll(self):
-        """Whether all have ended."""
         cut = (self.folder / 'cut').exists()
         for host, process, times in zip(self.hosts, self._processes, self._times, strict=True):
             if 'rank' not in times and cut and not self._rank(host):

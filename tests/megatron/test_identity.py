@@ -96,7 +96,6 @@ CHUNKS = {'interleaved': 3, 'zb-interleaved': 3, 'hanayo': 4, 'gis': 3}  # besid
 
 
 def require_stock(ranks, data, p, m, *flags):
-    """Train a few iterations as Megatron does; layers for up to four chunks a rank."""
     common = ['--pipeline-model-parallel-size', p, '--num-layers', 4 * p, '--data-path', data]
     common += ['--global-batch-size', m, '--train-iters', SHORT, '--clip-grad', NO_CLIPPING]
     trained, expected = (

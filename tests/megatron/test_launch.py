@@ -133,7 +133,6 @@ def test_checkpoints_interchange(ranks, tmp_path):
 
 @supports("NVIDIA's loop: evaluation with another number of microbatches", 'zb-h1 zb-v')
 def test_evaluation(ranks, tmp_path):
-    """With another number of microbatches than training, where Megatron can: from 0.18."""
     flags = [*PIPELINE, *NO_CLIPPING, '--train-iters', 4, '--eval-iters', 2, '--eval-interval', 2]
     flags += ['--split', '80,10,10']
     if '--eval-global-batch-size' in ranks(2).run(known)[0]:
@@ -147,7 +146,6 @@ def test_evaluation(ranks, tmp_path):
 
 @supports("NVIDIA's loop: batches that grow", 'zb-h1 zb-v')
 def test_batch_size_ramp(ranks, tmp_path):
-    """The number of microbatches grows while training."""
     flags = ['--pipeline-model-parallel-size', 2, *NO_CLIPPING]
     if '--step-batch-size-schedule' in ranks(2).run(known)[0]:
         flags += ['--train-iters', 6, '--step-batch-size-schedule', '0:2 64:4 192:8']  # tokens

@@ -142,7 +142,6 @@ def numbers(norms):
 
 
 def dumped(found):
-    """What all ranks have dumped, by iteration."""
     together = {}
     for each in found.reported:
         for iteration, values in each.items():

@@ -83,7 +83,6 @@ BLOCKS = (
 
 @pytest.fixture
 def flags(tmp_path: Path) -> list[str | int | Path]:
-    """Flags of a model of these layers."""
     path = tmp_path / 'layers.json'
     sizes = {
         'hidden_act': 'silu',

@@ -290,7 +290,6 @@ def within(name: object) -> Iterator[None]:
 
 
 def current_pass() -> str:
-    """Return what runs, as `within` was told; empty: nothing."""
     return _within[0]
 
 
