@@ -173,20 +173,8 @@ class Counting(torch.nn.Linear):
         return super().forward(given)
 
 
-def count_in_another(module: Any) -> None:
-    module.forwards = module.forwards + 1
-
-
-def count_when_asked(module: Any) -> None:
-    module.register_buffer('asked', torch.zeros(1))
-
-
 def count_in_number(module: Any) -> None:
     module.number += 1
-
-
-def keep_largest(module: Any) -> None:
-    module.tensor = torch.maximum(module.tensor, torch.ones(()))
 
 
 def set_at_first(module: Any) -> None:
@@ -200,12 +188,16 @@ COUNTS: list[tuple[Callable, int, str | None]] = [
     (lambda module: module.forwards.add_(1), 20, '0.forwards'),
     (lambda module: module.forwards.data.add_(1), 9, '0.forwards'),
     (lambda module: module.forwards.data.add_(1), 10, None),  # nobody looks for that any more
-    (count_in_another, 0, '0.forwards'),
-    (count_when_asked, 20, '0.asked'),
+    (lambda module: setattr(module, 'forwards', module.forwards + 1), 0, '0.forwards'),
+    (lambda module: module.register_buffer('asked', torch.zeros(1)), 20, '0.asked'),
     (lambda module: torch.no_grad()(module.bias.add_)(1), 0, '0.bias'),
     (count_in_number, 1, None),
     (count_in_number, 2, '0.number'),
-    (keep_largest, 2, '0.tensor'),
+    (
+        lambda module: setattr(module, 'tensor', module.tensor.maximum(torch.ones(()))),
+        2,
+        '0.tensor',
+    ),
     (lambda module: module.tensor.add_(1), 2, '0.tensor'),
     (lambda module: module.seen.append(1), 2, '0.seen'),
     (set_at_first, 0, None),

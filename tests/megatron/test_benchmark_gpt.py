@@ -1,14 +1,13 @@
 """The GPT benchmark at its smallest: the same code as on GPUs, on CPU and gloo."""
 
-import importlib.util
 import json
 import os
 import sys
-from argparse import Namespace
 
 import commands
 import forked
 import pytest
+from nvidia import Off, needs_training
 from paths import ROOT, SUPPORT
 
 from benchmarks.gpt import models, predict
@@ -154,21 +153,11 @@ def test_flops_of_the_papers_models():
         )
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec('megatron.training') is None,
-    reason='needs megatron.training: in the wheel from 0.19 on (Python 3.12)',
-)
+@needs_training
 def test_flops_are_megatrons(ranks):
     assert ranks(2).run(megatrons_flops)[0] == [
         pytest.approx(model.flops(24, model.tensor), rel=1e-12) for model in models.MODELS.values()
     ]
-
-
-class Arguments(Namespace):
-    """Of megatron.training: what is not set is off."""
-
-    def __getattr__(self, name):
-        return None
 
 
 def megatrons_flops():
@@ -176,7 +165,7 @@ def megatrons_flops():
 
     return [
         num_floating_point_operations(
-            Arguments(
+            Off(
                 num_layers=model.layers,
                 hidden_size=model.hidden,
                 ffn_hidden_size=4 * model.hidden,

@@ -42,12 +42,16 @@ EXITS = {
 FULL = {'signal in a forward that runs ahead in a V', 'interval'}
 
 
-@pytest.fixture(scope='module')
-def stock(ranks, tmp_path_factory):
+def saved(ranks, tmp_path_factory, flags):
     """What Megatron's own 1F1B gives, and its checkpoint."""
     folder = tmp_path_factory.mktemp('stock')
-    trained = run(ranks(2), *FLAGS, '--save', folder, '--save-interval', 1)
+    trained = run(ranks(2), *flags, '--save', folder, '--save-interval', 1)
     return trained, ['--load', folder, '--ckpt-step', 1]
+
+
+@pytest.fixture(scope='module')
+def stock(ranks, tmp_path_factory):
+    return saved(ranks, tmp_path_factory, FLAGS)
 
 
 @pytest.mark.parametrize(
@@ -85,11 +89,9 @@ RANKS = {'zb-h1': 4}
 
 @pytest.fixture(scope='module')
 def skipping(ranks, tmp_path_factory):
-    """What Megatron's own 1F1B gives that skips the same, and its checkpoint."""
-    folder = tmp_path_factory.mktemp('stock')
-    trained = run(ranks(2), *SKIPPED, '--save', folder, '--save-interval', 1)
+    trained, loading = saved(ranks, tmp_path_factory, SKIPPED)
     assert len(set(trained.losses.values())) == 5
-    return trained, ['--load', folder, '--ckpt-step', 1]
+    return trained, loading
 
 
 @supports("NVIDIA's loop: skipped iterations")

@@ -4,13 +4,12 @@ import re
 import sys
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
-from types import SimpleNamespace
 from unittest import mock
 
 import example
 import pytest
 import torch
-from nvidia import CHECKOUT, needs_training, run
+from nvidia import CHECKOUT, Off, needs_training, run
 
 import megatron_zbpp
 from megatron_zbpp.analysis import fit_costs
@@ -153,15 +152,7 @@ def reported(schedule):
         sys.path.insert(0, CHECKOUT)
     from megatron.training import theoretical_memory_usage as usage
 
-    class Sizes(SimpleNamespace):
-        """Megatron's arguments, as far as the report reads them."""
-
-        def __getattr__(self, name):
-            if name.startswith('__'):
-                raise AttributeError(name)
-            return None
-
-    args = Sizes(
+    args = Off(
         hidden_size=64, ffn_hidden_size=256, num_layers=8, seq_length=32, micro_batch_size=2,
         num_attention_heads=4, num_query_groups=4, kv_channels=16, padded_vocab_size=128,
         tensor_model_parallel_size=1, pipeline_model_parallel_size=4, data_parallel_size=1,
@@ -175,7 +166,7 @@ def reported(schedule):
         redirect_stderr(StringIO()) as errors,
     ):
         of_1f1b = usage.compute_activation_memory(
-            Sizes(**{**vars(args), 'virtual_pipeline_model_parallel_size': None}), 8
+            Off(**{**vars(args), 'virtual_pipeline_model_parallel_size': None}), 8
         )
         plugin.session.latest = object()  # an iteration has run
         _, activation, _ = usage.report_theoretical_memory(args, 8, verbose=True)

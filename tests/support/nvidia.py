@@ -147,6 +147,14 @@ def forget() -> None:
     forget_groups()
 
 
+class Off(argparse.Namespace):
+    """Arguments of Megatron's loop, as far as a function reads them: what is not set is off."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith('__'):
+            raise AttributeError(name)
+
+
 def known() -> set[str]:
     """Flags, such as '--fp8-format hybrid' with a choice, arguments and config fields of the
     Megatron that is here: run it on a rank."""

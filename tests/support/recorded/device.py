@@ -229,23 +229,23 @@ def host_use(name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -
 
 
 @contextlib.contextmanager
-def stalled() -> Iterator[None]:
+def _meanwhile(function: str, value: int) -> Iterator[None]:
+    set_to = getattr(library(), f'recorded_{function}')
+    set_to(value)
+    try:
+        yield
+    finally:
+        set_to(0)
+
+
+def stalled() -> contextlib.AbstractContextManager[None]:
     """Let no event happen that the host does not wait for."""
-    library().recorded_stall(True)
-    try:
-        yield
-    finally:
-        library().recorded_stall(False)
+    return _meanwhile('stall', 1)
 
 
-@contextlib.contextmanager
-def refusing(error: int) -> Iterator[None]:
+def refusing(error: int) -> contextlib.AbstractContextManager[None]:
     """Let page-locking end with this error, which whoever starts a kernel next is told."""
-    library().recorded_refuse(error)
-    try:
-        yield
-    finally:
-        library().recorded_refuse(0)
+    return _meanwhile('refuse', error)
 
 
 class HostUses(TorchDispatchMode):
