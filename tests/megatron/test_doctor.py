@@ -26,6 +26,8 @@ SIZES = '--num-layers 22 --hidden-size 64 --num-attention-heads 4 --seq-length 6
 SIZES += '--micro-batch-size 2 --pipeline-model-parallel-size 8'.split()
 ENDS = ['--account-for-embedding-in-pipeline-split', '--account-for-loss-in-pipeline-split']
 SIZES += ENDS
+LAUNCHER = ['-m', 'megatron_zbpp.launch']
+LINE = [*SIZES, '--global-batch-size', '48', '--pipeline-schedule']
 
 
 def line(*more, schedule='zb-v', gpus=8, batch=48):
@@ -69,7 +71,7 @@ def refusal(ranks, *words):
 def test_command():
     """As users call it: a process of its own, without a launcher."""
     zbpp = Path(sys.executable).with_name('zbpp')
-    words = [*SIZES, '--global-batch-size', '48', '--pipeline-schedule', 'zb-v']
+    words = [*LINE, 'zb-v']
     done = run([zbpp, 'doctor', '--', *words])
     assert done.returncode == 0 and not done.stderr, done.stderr
     for said in ('megatron-core', 'python', 'all take effect', 'rank 0: stage 7: 2, stage 8: 1'):
@@ -215,27 +217,25 @@ def test_plan(ranks):
     ],
 )
 def test_first_iteration(ranks, launcher, flag, told):
-    script = ['-m', 'megatron_zbpp.launch', *launcher, 'pretrain_gpt.py']
-    words = [*SIZES, '--global-batch-size', 48, '--pipeline-schedule', 'zb-v', *flag]
-    _, found = report(ranks, '--gpus', 8, '--', *script, *words)
-    notes = found['launch_line']['notes']
+    notes = notes_of(ranks, *LAUNCHER, *launcher, 'pretrain_gpt.py', *LINE, 'zb-v', *flag)
     assert [f'the first iteration is prepared {told}' in note for note in notes].count(True) == 1
+
+
+def notes_of(ranks, *words):
+    _, found = report(ranks, '--gpus', 8, '--', *words)
+    return found['launch_line']['notes']
 
 
 @needs_training
 @pytest.mark.parametrize('flag', [(), ('--overlap-moe-expert-parallel-comm',)])
 def test_what_overlapped_experts_need(ranks, flag):
-    script = ['-m', 'megatron_zbpp.launch', 'pretrain_gpt.py']
-    words = [*SIZES, '--global-batch-size', 48, '--pipeline-schedule', 'dualpipe-v', *flag]
-    _, found = report(ranks, '--gpus', 8, '--', *script, *words)
-    notes = found['launch_line']['notes']
+    notes = notes_of(ranks, *LAUNCHER, 'pretrain_gpt.py', *LINE, 'dualpipe-v', *flag)
     assert ['CUDA_DEVICE_MAX_CONNECTIONS' in note for note in notes].count(True) == len(flag)
 
 
 def test_no_schedule_in_the_launch_line(ranks):
     for words, told in (((), True), (('--pipeline-schedule', 'zb-v'), False)):
-        _, found = report(ranks, '--gpus', 8, '--', 'pretrain_gpt.py', *SIZES, *words)
-        notes = found['launch_line']['notes']
+        notes = notes_of(ranks, 'pretrain_gpt.py', *SIZES, *words)
         assert any('no --pipeline-schedule is given: ' in note for note in notes) == told
 
 
@@ -425,26 +425,29 @@ def test_sizes_that_megatron_validates(ranks):
 
 def test_all_that_is_wrong_is_told_at_once(ranks):
     words = '--pipeline-message-ctas x --pipeline-message-priority hi --pipeline-trace-dir /proc/no'
+    errors = complaints(ranks, words)
+    starts = [line.partition(' is ')[0] for line in errors]
+    assert starts == [f'zbpp: {flag}' for flag in words.split()[::2]], errors
+    cures = 'from 1 up', "'high' or 'group'", 'of another folder'
+    assert all(cure in error for cure, error in zip(cures, errors, strict=True)), errors
+
+
+def complaints(ranks, words):
     line = ['--', *SIZES, '--pipeline-schedule', 'zb-v', *words.split()]
     (code, out, errors), _ = ranks(2).run(doctor, line)
     assert code == 2 and not out
-    starts = [line.partition(' is ')[0] for line in errors.splitlines()]
-    assert starts == [f'zbpp: {flag}' for flag in words.split()[::2]], errors
-    assert all(cure in errors for cure in ('from 1 up', "'high' or 'group'", 'of another folder'))
+    return errors.splitlines()
 
 
 def test_what_argparse_refuses_is_told_beside(ranks):
     """Megatron's own flags, one without its value, and one that is misspelt."""
     words = '--hidden-size --num-layers abc --pipeline-clip 3 --pipeline-traces x'
-    line = ['--', *SIZES, '--pipeline-schedule', 'zb-v', *words.split()]
-    (code, out, errors), _ = ranks(2).run(doctor, line)
-    assert code == 2 and not out
-    assert errors.splitlines() == [
+    assert complaints(ranks, words) == [
         'zbpp: launch line: argument --hidden-size: expected one argument',
         "zbpp: launch line: argument --num-layers: invalid int value: 'abc'",
         "zbpp: --pipeline-clip is '3': give 'stage' or 'global'",
         'zbpp: launch line: --pipeline-traces is not known: did you mean --pipeline-trace-dir?',
-    ], errors
+    ]
 
 
 def test_what_slices_refuse(ranks):
@@ -458,8 +461,7 @@ def test_what_slices_refuse(ranks):
 
 @needs_training
 def test_by_megatrons_own_parser(ranks):
-    words = [*SIZES, '--global-batch-size', 48, '--pipeline-schedule', 'zb-v']
-    words += ['--mtp-num-layers', 1, '--tp-comm-overlap']
+    words = [*LINE, 'zb-v', '--mtp-num-layers', 1, '--tp-comm-overlap']
     mistaken = ['--mistaken', '--untie-embedding-and-output-weights']
     code, found = report(ranks, '--', *words, *mistaken, training=True)
     line = found['launch_line']
