@@ -17,30 +17,12 @@ from megatron_zbpp.runtime.guard.watchdog import EXIT_CODE, Watchdog
 
 TIMEOUT = 5.0
 MISHAPS = ['SIGKILL', 'SIGSTOP', 'exception', 'wrong shape', 'stuck']
-FROM_1 = 'from pipeline rank 1 (global rank 1)'
-# phase: the pass of rank 1 in which it happens, and by other rank: what it waits to run, and for
+# phase: the pass of rank 1 in which it happens; of ranks 0 and 2, the pass that each waits to run
+# for a gradient and an output of a microbatch of stage 1
 PHASES = {
-    'warm-up': (
-        '1F1',
-        {
-            0: ('0B0', f'gradient of stage 1 microbatch 0 {FROM_1}'),
-            2: ('2F1', f'output of stage 1 microbatch 1 {FROM_1}'),
-        },
-    ),
-    'steady': (
-        '1B2',
-        {
-            0: ('0B2', f'gradient of stage 1 microbatch 2 {FROM_1}'),
-            2: ('2F4', f'output of stage 1 microbatch 4 {FROM_1}'),
-        },
-    ),
-    'cool-down': (
-        '1B5',
-        {
-            0: ('0B5', f'gradient of stage 1 microbatch 5 {FROM_1}'),
-            2: (None, 'the other ranks of the pipeline to end their passes'),
-        },
-    ),
+    'warm-up': ('1F1', ('0B0', 0), ('2F1', 1)),
+    'steady': ('1B2', ('0B2', 2), ('2F4', 4)),
+    'cool-down': ('1B5', ('0B5', 5), (None, None)),
 }
 
 
@@ -53,7 +35,7 @@ CASES = {
     **{
         f'{mishap} in {phase}': case(mishap, where)
         for mishap in MISHAPS
-        for phase, (where, _) in PHASES.items()
+        for phase, (where, *_) in PHASES.items()
     },
     'wrong type': case('wrong type', '1F1'),
     'far away': case('SIGSTOP', '0F3', 4, 'zb-v'),
@@ -110,7 +92,10 @@ def blamed(rank, culprit):
 def test_others_report_and_exit(ended, mishap, phase):
     schedule = build('zb-h1', 3, 6)
     ranks = ended[f'{mishap} in {phase}']
-    for other, (now, awaited) in PHASES[phase][1].items():
+    for other, (now, microbatch) in zip((0, 2), PHASES[phase][1:], strict=True):
+        what = f'{"output" if other else "gradient"} of stage 1 microbatch {microbatch}'
+        awaited = f'{what} from pipeline rank 1 (global rank 1)'
+        awaited = awaited if now else 'the other ranks of the pipeline to end their passes'
         title, fields = blamed(ranks[other], 1)
         assert title.startswith(f'global rank {other} on ')
         order = schedule.passes[other]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -269,7 +269,8 @@ def test_resumed_as_if_never_ended(ranks, data, tmp_path, method, more):
 
 
 def kept_in_checkpoint(folder):
-    """On a rank: steps, averages as they were and as they are loaded, and what Megatron loads."""
+    """On a rank: steps, averages as they were and as they are loaded, what Megatron loads, and what
+    is said where a checkpoint that Megatron alone has saved is loaded."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
 
@@ -283,18 +284,17 @@ def kept_in_checkpoint(folder):
     ended.resume(3)
     ended.versions = Corrected([weight], [main], every=1, ahead=2, decay=0.25)
     ended.versions.step(lambda: main.add_(0.001))
-    for endless, call in (
-        (ended, lambda: dist_checkpointing.save(state(), str(folder))),
-        (begun, lambda: dist_checkpointing.load(state(), str(folder))),
-        (begun, lambda: dist_checkpointing.load({}, str(folder))),  # of no parameters: nothing new
-    ):
-        registry = Registry()
-        registry.install(updating.checkpoint_patches(endless))
-        try:
-            call()
-        finally:
-            registry.undo()
-    said = told_of_a_plain_checkpoint(folder.parent / 'plain', state)
+    with patched(ended):
+        dist_checkpointing.save(state(), str(folder))
+    for loaded in (state(), {}):  # of no parameters: nothing new
+        with patched(begun):
+            dist_checkpointing.load(loaded, str(folder))
+    (plain := folder.parent / 'plain').mkdir()
+    dist_checkpointing.save(state(), str(plain))
+    said = []
+    keep = mock.patch.object(updating.job_log, 'info', lambda line, *_: said.append(line))
+    with keep, patched(EndlessTraining()):
+        dist_checkpointing.load(state(), str(plain))
     ((name, averages),) = ended.versions.kept().items()
     alone = dist_checkpointing.load(state(), str(folder))
     return (
@@ -306,21 +306,14 @@ def kept_in_checkpoint(folder):
     )
 
 
-def told_of_a_plain_checkpoint(folder, state):
-    """The log, where a checkpoint that Megatron alone has saved is loaded."""
-    from megatron.core import dist_checkpointing
-
-    folder.mkdir()
-    dist_checkpointing.save(state(), str(folder))
-    registry, said = Registry(), []
-    registry.install(updating.checkpoint_patches(EndlessTraining()))
-    keep = mock.patch.object(updating.job_log, 'info', lambda line, *_: said.append(line))
+@contextmanager
+def patched(endless):
+    registry = Registry()
+    registry.install(updating.checkpoint_patches(endless))
     try:
-        with keep:
-            dist_checkpointing.load(state(), str(folder))
+        yield
     finally:
         registry.undo()
-    return said
 
 
 def test_averages_and_steps_are_in_checkpoints(ranks, tmp_path):

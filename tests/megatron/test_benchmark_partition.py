@@ -67,6 +67,9 @@ def test_two_hosts(tmp_path):
     assert even['median_ms'] > 1e3 * free.predicted + 40
 
 
+two_processors = pytest.mark.skipif(
+    (os.cpu_count() or 1) < 2, reason='two ranks want a processor each'
+)
 REAL = ['--real', '--hidden-size', '64', '--seq-length', '16', '--words', '512', '--samples', '1']
 
 
@@ -79,12 +82,14 @@ def limited() -> str | None:
         return str(error)
 
 
+SHARE = [] if limited() else ['--share', '0.45']
+
+
 @pytest.mark.full
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason='two ranks want a processor each')
+@two_processors
 def test_real_passes(tmp_path):
     """Profiled while all ranks train, planned, trained: losses are those of stock, to the bit."""
-    share = [] if limited() else ['--share', '0.45']
-    text, result = run(tmp_path, *REAL, *share, '--rounds', '1')
+    text, result = run(tmp_path, *REAL, *SHARE, '--rounds', '1')
     assert 'losses are equal to the bit' in text
     even, zb_v, stock, plan = result['rows']
     assert (even['layout'], zb_v['layout']) == ('Ett|ttL', 'Et|t|t|tL')
@@ -95,13 +100,12 @@ def test_real_passes(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason='two ranks want a processor each')
+@two_processors
 @pytest.mark.parametrize('layers', [[], ['--tied']])
 def test_real_shards(tmp_path, layers):
     """S and T are profiled, too; all begin with the same weights."""
-    share = [] if limited() else ['--share', '0.45']
     more = ['--shards', '1f1b,zb-v', '--memory', *layers, '--rounds', '1']
-    text, result = run(tmp_path, *REAL, *share, *more)
+    text, result = run(tmp_path, *REAL, *SHARE, *more)
     assert 'losses are equal to the bit' in text
     names = [row['name'] for row in result['rows']]
     assert names == ['1f1b, even', '1f1b, best layout', '1f1b, shards', 'zb-v, shards']

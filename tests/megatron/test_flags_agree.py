@@ -37,33 +37,25 @@ def train_apart(flags, data, metrics, compared=True):
 ZB_V = '--pipeline-schedule zb-v'
 LOOP = '--pipeline-schedule interleaved'
 CHUNKS = f'{LOOP} --num-virtual-stages-per-pipeline-rank 4'
+DECAY = '--lr-decay-style'
 SPLIT = '--account-for-embedding-in-pipeline-split'
-# flags of each rank, and what is said
+# flags of each rank, and what is said of each
 APART = {
-    'schedule': (ZB_V, '--pipeline-schedule zb-h1', 'schedule: zb-v on rank 0; zb-h1 on rank 1'),
-    'chunks': (LOOP, CHUNKS, 'interleaved on rank 0; interleaved with 4 chunks a rank on rank 1'),
-    'microbatches': (
-        *('--global-batch-size 4', '--global-batch-size 6'),
-        'num_microbatches: 4 on rank 0; 6 on rank 1',
-    ),
-    'hidden': ('--hidden-size 32', '--hidden-size 48', 'hidden_size: 32 on rank 0; 48 on rank 1'),
-    'dtype': ('--bf16', '', 'bf16: True on rank 0; False on rank 1'),
-    'layers': ('--num-layers 8', '--num-layers 4', 'num_layers: 8 on rank 0; 4 on rank 1'),
-    'split': (
-        *('', f'{SPLIT} --num-layers 7'),
-        'account_for_embedding_in_pipeline_split: False on rank 0; True on rank 1',
-    ),
-    'words': (
-        *('--lr-decay-style cosine', '--lr-decay-style linear'),
-        'lr_decay_style: cosine on rank 0; linear on rank 1',
-    ),
+    'schedule': (ZB_V, '--pipeline-schedule zb-h1', 'schedule: zb-v', 'zb-h1'),
+    'chunks': (LOOP, CHUNKS, 'interleaved', 'interleaved with 4 chunks a rank'),
+    'microbatches': ('--global-batch-size 4', '--global-batch-size 6', 'num_microbatches: 4', '6'),
+    'hidden': ('--hidden-size 32', '--hidden-size 48', 'hidden_size: 32', '48'),
+    'dtype': ('--bf16', '', 'bf16: True', 'False'),
+    'layers': ('--num-layers 8', '--num-layers 4', 'num_layers: 8', '4'),
+    'split': ('', f'{SPLIT} --num-layers 7', f'{SPLIT[2:].replace("-", "_")}: False', 'True'),
+    'words': (f'{DECAY} cosine', f'{DECAY} linear', 'lr_decay_style: cosine', 'linear'),
 }
 
 
 @pytest.mark.parametrize('what', APART)
 def test_named_instead_of_hanging(ranks, data, tmp_path, what):
-    *flags, said = APART[what]
-    flags = [each.split() for each in flags]
+    *flags, one, other = APART[what]
+    flags, said = [each.split() for each in flags], f'{one} on rank 0; {other} on rank 1'
     told = ranks(2).run(train_apart, flags, data, tmp_path / 'metrics.jsonl')
     for message, trained in told:
         assert said in message
@@ -106,21 +98,21 @@ def configured_apart(changes):
     return None
 
 
+SHAPE = 'message shape (sequence, micro batch, hidden)'
+PLACED = [['e', 'd'], ['d']], [['d'], ['d', 'l']]
+ELSEWHERE = [['e'], ['d']], [['d', 'd'], ['d', 'l']]
+
+
 @pytest.mark.parametrize(
     ('one', 'other', 'said'),
     [
         ({}, {'m': 8}, 'number of microbatches: 4 on rank 0; 8 on rank 1'),
         ({}, {'chunks': 1}, 'model chunks on each rank: 2 on rank 0; 1 on rank 1'),
-        (
-            {},
-            {'shape': (16, 1, 48)},
-            'message shape (sequence, micro batch, hidden): (16, 1, 32) on rank 0; '
-            '(16, 1, 48) on rank 1',
-        ),
+        ({}, {'shape': (16, 1, 48)}, f'{SHAPE}: (16, 1, 32) on rank 0; (16, 1, 48) on rank 1'),
         ({'num_layers': 6}, {}, 'num_layers: 6 on rank 0; 8 on rank 1'),
         (
-            {'layout': [[['e', 'd'], ['d']], [['d'], ['d', 'l']]]},
-            {'layout': [[['e'], ['d']], [['d', 'd'], ['d', 'l']]]},
+            {'layout': PLACED},
+            {'layout': ELSEWHERE},
             'layers (by rank and chunk): ((2, 1), (1, 2)) on rank 0; ((1, 1), (2, 2)) on rank 1',
         ),
         ({}, {}, None),

@@ -14,22 +14,15 @@ from test_launch import DISTRIBUTED, MOE, NO_CLIPPING, OVERLAP, PIPELINE
 pytestmark = needs_training
 
 
+FP16 = ['--fp16', '--initial-loss-scale', 1024, '--hysteresis', 1]
 UNTIED = ['--untie-embeddings-and-output-weights']
 # name: processes, schedule, flags, event
+GATHER = ['--bf16', *DISTRIBUTED, *OVERLAP, '--overlap-param-gather', '--eval-interval', 4]
+SPARSE = [*MOE, '--disable-bias-linear', '--clip-grad', 3]
 CASES = {
-    'fp16 that overflows': (
-        2,
-        'zb-v',
-        ['--fp16', '--initial-loss-scale', 1024, '--hysteresis', 1],
-        events.Overflow(4, 0),
-    ),
-    'overlap-param-gather': (
-        4,
-        'zb-h1',
-        ['--bf16', *DISTRIBUTED, *OVERLAP, '--overlap-param-gather', '--eval-interval', 4],
-        events.nothing,
-    ),
-    'moe': (2, 'zb-v', [*MOE, '--disable-bias-linear', '--clip-grad', 3], events.nothing),
+    'fp16 that overflows': (2, 'zb-v', FP16, events.Overflow(4, 0)),
+    'overlap-param-gather': (4, 'zb-h1', GATHER, events.nothing),
+    'moe': (2, 'zb-v', SPARSE, events.nothing),
 }
 
 
@@ -54,7 +47,7 @@ def test_identical_to_synchronous(ranks, case):
 def test_overflow_before_the_reduction(ranks, rank):
     """It reaches the shards of one replica by the reduction, and the other ranks by the flag."""
     argv = [*PIPELINE, '--train-iters', 6, '--pipeline-schedule', 'zb-v', '--clip-grad', 100]
-    argv += ['--fp16', '--initial-loss-scale', 1024, '--hysteresis', 1, *DISTRIBUTED, *OVERLAP]
+    argv += [*FP16, *DISTRIBUTED, *OVERLAP]
     event = events.ReducedOverflow(5, rank)
     synchronous = run(ranks(4), *argv, event=event)
     assert [synchronous.losses[i][-1] for i in (4, 5, 6)] == ['done', 'skipped', 'done']

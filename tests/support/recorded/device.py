@@ -144,6 +144,7 @@ _RUNTIME = types.SimpleNamespace(
     cudaError=types.SimpleNamespace(success=0),
 )
 _MEMORY = 1 << 34
+_PEAKS = 'memory_reserved', 'max_memory_allocated', 'max_memory_reserved'
 
 # name in torch.cuda: replacement; what is not here is the CPU emulation's
 _CUDA: dict[str, object] = {
@@ -163,9 +164,7 @@ _CUDA: dict[str, object] = {
     'cudart': lambda: _RUNTIME,
     'empty_cache': lambda: library().recorded_synchronize(),
     'memory_allocated': lambda *args: _bytes(False),
-    'memory_reserved': lambda *args: _bytes(True),
-    'max_memory_allocated': lambda *args: _bytes(True),
-    'max_memory_reserved': lambda *args: _bytes(True),
+    **dict.fromkeys(_PEAKS, lambda *args: _bytes(True)),
     'reset_peak_memory_stats': lambda *args: library().recorded_reset_peak(),
     'mem_get_info': lambda *args: (_MEMORY - _bytes(False), _MEMORY),
     'memory_stats': lambda *args: {'allocated_bytes.all.peak': _bytes(True)},
