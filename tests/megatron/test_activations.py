@@ -130,26 +130,12 @@ def check_bytes(schedule, rank, held):
 
 
 SEQUENCE, MICRO_BATCH, HIDDEN, HEADS = 64, 2, 64, 4
-SIZES = {
-    'hidden_size': HIDDEN,
-    'num_attention_heads': HEADS,
-    'seq_length': SEQUENCE,
-    'micro_batch_size': MICRO_BATCH,
-    'ffn_hidden_size': None,
-    'kv_channels': None,
-    'num_query_groups': 1,
-    'group_query_attention': False,
-    'num_experts': None,
-    'multi_latent_attention': False,
-    'swiglu': False,
-    'context_parallel_size': 1,
-    'tensor_model_parallel_size': 1,
-    'sequence_parallel': False,
-    'hidden_dropout': 0.0,
-    'recompute_granularity': None,
-    'bf16': True,
-    'fp16': False,
-}
+SIZES = {'hidden_size': HIDDEN, 'num_attention_heads': HEADS, 'seq_length': SEQUENCE}
+SIZES |= {'micro_batch_size': MICRO_BATCH, 'hidden_dropout': 0.0, 'bf16': True, 'fp16': False}
+SIZES |= dict.fromkeys(['ffn_hidden_size', 'kv_channels', 'num_experts', 'recompute_granularity'])
+ONES = ['num_query_groups', 'context_parallel_size', 'tensor_model_parallel_size']
+OFF = ['group_query_attention', 'multi_latent_attention', 'swiglu', 'sequence_parallel']
+SIZES |= dict.fromkeys(ONES, 1) | dict.fromkeys(OFF, False)
 GROUPED = {'group_query_attention': True, 'num_query_groups': 2}
 CASES = {
     'one rank': {},

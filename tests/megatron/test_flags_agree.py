@@ -99,8 +99,8 @@ def configured_apart(changes):
 
 
 SHAPE = 'message shape (sequence, micro batch, hidden)'
-PLACED = [['e', 'd'], ['d']], [['d'], ['d', 'l']]
-ELSEWHERE = [['e'], ['d']], [['d', 'd'], ['d', 'l']]
+PLACED = [[['e', 'd'], ['d']], [['d'], ['d', 'l']]]
+ELSEWHERE = [[['e'], ['d']], [['d', 'd'], ['d', 'l']]]
 
 
 @pytest.mark.parametrize(

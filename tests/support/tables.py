@@ -1,4 +1,4 @@
-"""Tables of text, such as `refused_lines.txt`: rows below the name of what they are about."""
+"""Tables of text: heads, and below each its rows; lines that begin with # are comments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from pathlib import Path
 FOLDER = Path(__file__).parents[1] / 'megatron'
 
 
-def rows_of(file: str, name: str) -> list[tuple[str, ...]]:
-    """Return the cells of each row below a name; ` | ` is between cells."""
-    found = re.search(rf'^{re.escape(name)}\n((?:  .+\n)+)', (FOLDER / file).read_text(), re.M)
-    return [tuple(line.strip().split(' | ')) for line in found[1].splitlines()]
+def blocks(file: Path) -> list[tuple[str, list[str]]]:
+    """Return heads and the lines below, each joined with those that go on with it."""
+    text = re.sub(r'^#.*\n', '', file.read_text(), flags=re.M).replace('\n      ', ' ')
+    found = [block.splitlines() for block in re.split(r'\n+(?=\S)', text.strip())]
+    return [(head, [line.strip() for line in lines]) for head, *lines in found]
+
+
+def rows_of(file: str, head: str) -> list[tuple[str, ...]]:
+    """Return the cells of each row below a head; ` | ` is between cells."""
+    return [tuple(line.split(' | ')) for line in dict(blocks(FOLDER / file))[head]]
