@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from stages import CPU, Pipeline, message_of, require_same, uneven
 
 from megatron_zbpp import Costs, check, simulate, techniques
@@ -130,22 +131,17 @@ class Comparing:
         return {}
 
 
-def execute():
-    own = Comparing()
+@pytest.mark.on_ranks(2)
+def test_it_runs():
+    """Each X gets the samples of both stages, in their order, and gradients are as without it."""
+    own, rank = Comparing(), dist.get_rank()
     sample = Message((3,), torch.float64, CPU), Message((2,), torch.int16, CPU)
     actions = {'Y': own.sample, 'X': own.compare}
     pipeline = Pipeline(schedule(), kept=False, actions=actions, messages={'sample': sample})
-    return pipeline.run().passes, own.seen, pipeline.made
-
-
-def test_it_runs(ranks):
-    """Each X gets the samples of both stages, in their order, and gradients are as without it."""
-    results = ranks(2).run(execute)
-    require_same(schedule(), (made for *_, made in results))
-    for rank, (passes, seen, _) in enumerate(results):
-        assert tuple(passes) == schedule().passes[rank]
-        samples = [[[[10.0 * stage + i] * 3, [stage, i]] for stage in range(2)] for i in range(2)]
-        assert seen == [(f'{rank}X{i}', samples[i]) for i in range(2)]
+    assert tuple(pipeline.run().passes) == schedule().passes[rank]
+    require_same(schedule(), [pipeline.made])
+    samples = [[[[10.0 * stage + i] * 3, [stage, i]] for stage in range(2)] for i in range(2)]
+    assert own.seen == [(f'{rank}X{i}', samples[i]) for i in range(2)]
 
 
 def test_a_message_of_another_shape_is_refused():

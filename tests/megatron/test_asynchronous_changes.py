@@ -196,8 +196,9 @@ def test_what_is_in_flight_runs_again(ranks, data, method, sizes, more):
         assert own == (norms, *other[1:]), rank
 
 
-def read_in_flight() -> list[str]:
-    """On a rank with a pipeline of its own; returns messages of what is refused."""
+@pytest.mark.on_ranks(1)
+def test_data_that_forwards_in_flight_have_read():
+    """Refused on the rank that sees it, unless what is in flight is dropped first."""
     calls = SimpleNamespace(drop=lambda: None, begun_with_next_call=1, versions=None)
     calls.is_ahead = lambda p: True
     session = SimpleNamespace(
@@ -232,12 +233,6 @@ def read_in_flight() -> list[str]:
     flight.drop()
     assert train_on(data, 2) == [2, 3, 4]
     assert train_on(data, 1) == [5, 6]
-    return refused
-
-
-def test_data_that_forwards_in_flight_have_read(ranks):
-    """Refused on the rank that sees it, unless what is in flight is dropped first."""
-    (refused,) = ranks(1).run(read_in_flight)
     assert ['evaluation' in each for each in refused] == [True, False]
 
 
@@ -268,12 +263,24 @@ def test_resumed_as_if_never_ended(ranks, data, tmp_path, method, more):
     assert len(megatron.losses) == 3 and megatron.losses[1:] != after.losses[1:]
 
 
-def kept_in_checkpoint(folder):
-    """On a rank: steps, averages as they were and as they are loaded, what Megatron loads, and what
-    is said where a checkpoint that Megatron alone has saved is loaded."""
+@contextmanager
+def patched(endless):
+    registry = Registry()
+    registry.install(updating.checkpoint_patches(endless))
+    try:
+        yield
+    finally:
+        registry.undo()
+
+
+@pytest.mark.on_ranks(1)
+def test_averages_and_steps_are_in_checkpoints(tmp_path):
+    """In four bytes beside weights in two. Megatron alone saves none, and that is said."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
 
+    (folder := tmp_path / 'checkpoint').mkdir()
+    (plain := tmp_path / 'plain').mkdir()
     weight = torch.nn.Parameter(torch.randn(4, 2, dtype=torch.bfloat16))
     main = weight.data.float()
 
@@ -289,39 +296,18 @@ def kept_in_checkpoint(folder):
     for loaded in (state(), {}):  # of no parameters: nothing new
         with patched(begun):
             dist_checkpointing.load(loaded, str(folder))
-    (plain := folder.parent / 'plain').mkdir()
     dist_checkpointing.save(state(), str(plain))
     said = []
     keep = mock.patch.object(updating.job_log, 'info', lambda line, *_: said.append(line))
     with keep, patched(EndlessTraining()):
         dist_checkpointing.load(state(), str(plain))
     ((name, averages),) = ended.versions.kept().items()
-    alone = dist_checkpointing.load(state(), str(folder))
-    return (
-        begun.steps,
-        torch.equal(begun.loaded[name][id(weight)], averages[id(weight)]),
-        begun.loaded[name][id(weight)].dtype,
-        torch.equal(alone['w'], weight),
-        said,
-    )
-
-
-@contextmanager
-def patched(endless):
-    registry = Registry()
-    registry.install(updating.checkpoint_patches(endless))
-    try:
-        yield
-    finally:
-        registry.undo()
-
-
-def test_averages_and_steps_are_in_checkpoints(ranks, tmp_path):
-    """In four bytes beside weights in two."""
-    (tmp_path / 'checkpoint').mkdir()
-    (found,) = ranks(1).run(kept_in_checkpoint, tmp_path / 'checkpoint')
+    loaded = begun.loaded[name][id(weight)]
+    assert begun.steps == 3 and loaded.dtype == torch.float32
+    assert torch.equal(loaded, averages[id(weight)])
+    assert torch.equal(dist_checkpointing.load(state(), str(folder))['w'], weight)
     equal = '%s has no older weights: versions are equal at first, as where a training begins'
-    assert found == (3, True, torch.float32, True, [equal])
+    assert said == [equal]
 
 
 @supports('asynchronous: checkpoints hold averages of steps', 'pipemare')

@@ -69,16 +69,18 @@ class KeptAndDrawing(Kept):
         return torch.nn.functional.dropout(super().forward(given), 0.5)
 
 
-def asked() -> tuple[list[str], list]:
-    """On a rank: what is said of each class, and what a module that is not refused is left with."""
-    said = []
+@pytest.mark.on_ranks(1)
+def test_what_sees_neither_version():
+    """It is named by the class; others are left as they were, with random states and buffers."""
     for kind in (Kept, KeptByPlace, KeptByCount, KeptAndDrawing):
         module = kind(4, 4)
         require_seen([torch.nn.Sequential(module)])
         module(torch.zeros(2, 4))  # any weights make the same
         with pytest.raises(NotImplementedError) as error:
             module(torch.ones(2, 4))
-        said.append(str(error.value))
+        line = str(error.value)
+        assert f'.{kind.__name__} does not see another version of its weights' in line
+        assert line.endswith('or take a synchronous schedule, such as zb-v') and '\n' not in line
     torch.manual_seed(1)
     module, other = Drawing(4), torch.nn.Bilinear(4, 4, 4)
     place, data = module.weight.data_ptr(), module.weight.detach().clone()
@@ -87,22 +89,12 @@ def asked() -> tuple[list[str], list]:
     torch.set_rng_state(states)
     end = require_seen([module, other])
     hooks = len(module._forward_hooks)
-    same = torch.equal(module(torch.ones(2, 4)), plain)
-    hooks -= len(module._forward_hooks)
-    as_was = module.weight.data_ptr() == place and torch.equal(module.weight, data)
-    waiting = len(other._forward_hooks)  # until it is known that it does not run
+    assert torch.equal(module(torch.ones(2, 4)), plain)
+    assert len(module._forward_hooks) == hooks - 1
+    assert module.weight.data_ptr() == place and torch.equal(module.weight, data)
+    assert len(other._forward_hooks) == 1, 'until it is known that it does not run'
     end()
-    return said, [same, hooks, as_was, module.forwards.item(), waiting, len(other._forward_hooks)]
-
-
-def test_what_sees_neither_version(ranks):
-    """By the class; others are left as they were, with random states and buffers."""
-    ((said, left),) = ranks(1).run(asked)
-    for kind, line in zip((Kept, KeptByPlace, KeptByCount, KeptAndDrawing), said, strict=True):
-        assert f'.{kind.__name__} does not see another version of its weights' in line
-        assert line.endswith('or take a synchronous schedule, such as zb-v')
-        assert '\n' not in line
-    assert left == [True, 1, True, 2, 1, 0]
+    assert module.forwards.item() == 2 and not other._forward_hooks
 
 
 def kept_column(build: Any, *given: Any, **named: Any) -> Any:
@@ -204,27 +196,25 @@ COUNTS: list[tuple[Callable, int, str | None]] = [
 ]
 
 
-def counted() -> list[str | None]:
-    """On a rank: what is named, once something counts from some forward on or in it alone."""
-
-    def named(count: Callable, at: int, persistent: bool) -> str | None:
-        module = Counting(lambda module: None, persistent)
-        watched = Unwritten(torch.nn.Sequential(module))
-        for forward in range(at + 1 if count is not set_at_first else 4):
-            module.count = count if forward >= at else module.count
-            try:
-                with watched.forward():
-                    module(torch.ones(4))
-            except NotImplementedError as error:
-                return str(error).partition(',')[0] if forward == at else f'in forward {forward}'
-        return None
-
-    return [named(count, at, bool(n % 2)) for n, (count, at, _) in enumerate(COUNTS)]
+def named(count: Callable, at: int, persistent: bool) -> str | None:
+    """What is named, once something counts from some forward on or in it alone."""
+    module = Counting(lambda module: None, persistent)
+    watched = Unwritten(torch.nn.Sequential(module))
+    for forward in range(at + 1 if count is not set_at_first else 4):
+        module.count = count if forward >= at else module.count
+        try:
+            with watched.forward():
+                module(torch.ones(4))
+        except NotImplementedError as error:
+            return str(error).partition(',')[0] if forward == at else f'in forward {forward}'
+    return None
 
 
-def test_forwards_that_write_what_steps_would_read(ranks):
+@pytest.mark.on_ranks(1)
+def test_forwards_that_write_what_steps_would_read():
     """Buffers, whether a checkpoint has them or not, parameters, and what else modules have."""
-    assert ranks(1).run(counted) == [[name for _, _, name in COUNTS]]
+    found = [named(count, at, bool(n % 2)) for n, (count, at, _) in enumerate(COUNTS)]
+    assert found == [name for _, _, name in COUNTS]
 
 
 def counting_column(build: Any, *given: Any, **named: Any) -> Any:
@@ -304,19 +294,25 @@ def swap_and_back(model: Any) -> None:
         parameter.data.copy_(data)
 
 
-def changed(argv: list[str], method: str) -> list[str]:
-    """Runs on each rank: of models each, two steps, and what is said of a change behind them."""
+METHODS = 'pipedream-2bw', 'pipemare', 'pipedream', 'paci', 'wpipe'
+
+
+@pytest.mark.on_ranks(2)
+@some('method', METHODS[:2], *METHODS[2:])
+def test_what_a_program_changes_between_two_calls(data, method):
+    """Weights, however they are written, their main copies, buffers and modes: named before the
+    next call runs anything; what is set back, and steps themselves, are no changes."""
     import pretrain_gpt as script
 
-    said = []
+    argv = [*Case(method, 2, 2, ('--bf16',)).argv(data), '--pipeline-schedule', method]
     with ExitStack() as stack:
         stack.callback(forget_groups)
-        args = script.parse_args([*argv, '--pipeline-schedule', method])
+        args = script.parse_args(argv)
         if method == 'wpipe':
             args.layout = megatron_zbpp.layout_for('wpipe', 2, args.num_layers)
         plugin = script.enable(args, stack)
         script.initialize(args)
-        for number, (change, _) in enumerate(REFUSED):
+        for number, (change, name) in enumerate(REFUSED):
             chunks = script.build_model(args)
             for chunk in chunks:
                 chunk.register_buffer('temperature', torch.ones(2), persistent=False)
@@ -338,20 +334,7 @@ def changed(argv: list[str], method: str) -> list[str]:
                 if last:
                     optimizer.step()
                 script.run_batch(args, chunks, data)
-            said.append(str(error.value))
-    return said
-
-
-METHODS = 'pipedream-2bw', 'pipemare', 'pipedream', 'paci', 'wpipe'
-
-
-@some('method', METHODS[:2], *METHODS[2:])
-def test_what_a_program_changes_between_two_calls(ranks, data, method):
-    """Weights, however they are written, their main copies, buffers and modes: named before the
-    next call runs anything; what is set back, and steps themselves, are no changes."""
-    argv = Case(method, 2, 2, ('--bf16',)).argv(data)
-    for told in ranks(2).run(changed, argv, method):
-        for line, (_, name) in zip(told, REFUSED, strict=True):
+            line = str(error.value)
             assert re.match(rf'a change of (chunk \d: )?\S*{name}.* between two calls', line), line
             assert line.endswith('or take a synchronous schedule, such as zb-v')
 
@@ -407,9 +390,11 @@ def test_synchronous_schedules_call_nothing_of_it(ranks, data):
         assert other['runtime/executor.py'] > 0
 
 
-def shrunk(argv):
-    """Runs on each rank: two steps of PipeMare, the second one of a single microbatch."""
-    with program([*argv, '--pipeline-schedule', 'pipemare']) as at:
+@pytest.mark.on_ranks(4)
+def test_tied_copies_are_not_stepped_at_two_rates_where_batches_shrink(data):
+    """On all ranks, before anything of that batch has run."""
+    argv = [*Case('pipemare', 4, 3).argv(data), '--pipeline-schedule', 'pipemare']
+    with program(argv) as at:
         optimizer, scheduler = at.script.build_optimizer(at.args, at.models)
         at.batch()
         optimizer.step()
@@ -417,10 +402,4 @@ def shrunk(argv):
         at.args.num_microbatches = 1
         with pytest.raises(ValueError, match='embeddings are tied') as error:
             at.batch()
-        return str(error.value)
-
-
-def test_tied_copies_are_not_stepped_at_two_rates_where_batches_shrink(ranks, data):
-    """On all ranks, before anything of that batch has run."""
-    for told in ranks(4).run(shrunk, Case('pipemare', 4, 3).argv(data)):
-        assert told.endswith('or at least 3 microbatches, from which on rates are alike')
+    assert str(error.value).endswith('or at least 3 microbatches, from which on rates are alike')

@@ -7,7 +7,7 @@ import sys
 import commands
 import forked
 import pytest
-from nvidia import Off, needs_training
+from nvidia import Off, _find_megatron, needs_training
 from paths import ROOT, SUPPORT
 
 from benchmarks.gpt import models, predict
@@ -154,30 +154,23 @@ def test_flops_of_the_papers_models():
 
 
 @needs_training
-def test_flops_are_megatrons(ranks):
-    assert ranks(2).run(megatrons_flops)[0] == [
-        pytest.approx(model.flops(24, model.tensor), rel=1e-12) for model in models.MODELS.values()
-    ]
-
-
-def megatrons_flops():
+@pytest.mark.on_ranks(2)
+def test_flops_are_megatrons():
+    _find_megatron()
     from megatron.training.training import num_floating_point_operations
 
-    return [
-        num_floating_point_operations(
-            Off(
-                num_layers=model.layers,
-                hidden_size=model.hidden,
-                ffn_hidden_size=4 * model.hidden,
-                num_attention_heads=model.heads,
-                kv_channels=model.hidden // model.heads,
-                seq_length=model.sequence,
-                padded_vocab_size=model.vocabulary(model.tensor),
-            ),
-            24,
+    for model in models.MODELS.values():
+        sizes = Off(
+            num_layers=model.layers,
+            hidden_size=model.hidden,
+            ffn_hidden_size=4 * model.hidden,
+            num_attention_heads=model.heads,
+            kv_channels=model.hidden // model.heads,
+            seq_length=model.sequence,
+            padded_vocab_size=model.vocabulary(model.tensor),
         )
-        for model in models.MODELS.values()
-    ]
+        found = num_floating_point_operations(sizes, 24)
+        assert found == pytest.approx(model.flops(24, model.tensor), rel=1e-12)
 
 
 def test_results_file(tmp_path):

@@ -86,8 +86,9 @@ def test_command():
     assert '  megatron.core.parallel_state.initialize_model_parallel\n' in told
 
 
-def looked_at():
-    """What is told, and how many passes each schedule has that is simulated, of a large job."""
+@pytest.mark.on_ranks(1)
+def test_what_is_looked_at_is_told():
+    """It answers in seconds: it simulates the schedule and 1F1B once each, and starts no job."""
     from megatron_zbpp.mcore.command_line.doctor import examine
     from megatron_zbpp.mcore.iteration import announcement
 
@@ -108,12 +109,6 @@ def looked_at():
     ):
         given = ['--global-batch-size', '512', '--pipeline-schedule', 'zb-v']
         examine([*words, *given], 16, told.append)
-    return told, simulated
-
-
-def test_what_is_looked_at_is_told(ranks):
-    """It answers in seconds: it simulates the schedule and 1F1B once each, and starts no job."""
-    ((told, simulated),) = ranks(1).run(looked_at)
     assert [text.split()[0] for text in told] == ['importing', 'reading', 'looking']
     assert sorted(simulated) == [16 * 256 * 2, 2 * 16 * 256 * 3], 'F and BW of 1F1B'
 
@@ -156,8 +151,17 @@ def test_installation(ranks):
     assert all(not patch['problem'] for patch in found['patches'])
 
 
-def moved(what):
-    """The problems found where Megatron's code is not what it was, by target."""
+@pytest.mark.on_ranks(2)
+@pytest.mark.parametrize(
+    ('what', 'name', 'number'),
+    [
+        ('function', 'forward_backward_pipelining_with_interleaving', 2),
+        ('method', 'PipelineParallelLayerLayout', 1),
+        ('gone', '_no_such_name', 1),
+        ('class', 'megatron.core', 1),
+    ],
+)
+def test_moved_upstream(what, name, number):
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.transformer import TransformerConfig
 
@@ -174,23 +178,9 @@ def moved(what):
     with change[what]:
         problems = {p.target: p.problem for p in doctor.patches() if p.problem}
     assert own == (schedules.get_forward_backward_func, TransformerConfig.__post_init__)
-    return problems
-
-
-@pytest.mark.parametrize(
-    ('what', 'name', 'number'),
-    [
-        ('function', 'forward_backward_pipelining_with_interleaving', 2),
-        ('method', 'PipelineParallelLayerLayout', 1),
-        ('gone', '_no_such_name', 1),
-        ('class', 'megatron.core', 1),
-    ],
-)
-def test_moved_upstream(ranks, what, name, number):
-    for problems in ranks(2).run(moved, what):
-        assert len(problems) == number
-        assert any(name in target for target in problems), problems
-        assert all('Traceback' not in problem for problem in problems.values())
+    assert len(problems) == number
+    assert any(name in target for target in problems), problems
+    assert all('Traceback' not in problem for problem in problems.values())
 
 
 def test_plan(ranks):
@@ -478,11 +468,8 @@ def test_by_megatrons_own_parser(ranks):
 
 
 @needs_training
-def test_no_flag_of_megatron_is_taken_for_a_misspelt_one(ranks):
-    ranks(2).run(every_flag)
-
-
-def every_flag():
+@pytest.mark.on_ranks(2)
+def test_no_flag_of_megatron_is_taken_for_a_misspelt_one():
     from megatron_zbpp.mcore.command_line import flags, launch_line
 
     ours = argparse.ArgumentParser()

@@ -73,31 +73,6 @@ def test_model_is_compared_before_the_first_pass(ranks, data, tmp_path):
         assert not trained
 
 
-def configured_apart(changes):
-    """What a program without flags is told at its first iteration; each rank has its changes."""
-    from megatron_zbpp.mcore.iteration.preparation import agreement
-    from megatron_zbpp.mcore.session import Session
-
-    values = {'m': 4, 'chunks': 2, 'shape': (16, 1, 32), 'dtype': torch.float32, 'num_layers': 8}
-    values |= changes[dist.get_rank()]
-    message = Message(values['shape'], values['dtype'], torch.device('cpu'))
-    layout = SimpleNamespace(layout=values.get('layout'))
-    config = SimpleNamespace(num_layers=values['num_layers'], pipeline_model_parallel_layout=layout)
-    own = agreement(values['m'], values['chunks'], message, False, config)
-    session = Session(Settings('zb-v', watchdog_timeout=30))
-    session.flags = {'data_path': ['one', 'other']}  # some flags are lists
-    try:
-        session.agree(own, dist.group.WORLD)
-        session.agree(own, dist.group.WORLD)  # known by now: no collective, as below
-        if dist.get_rank() == 0:
-            session.agree(own, dist.group.WORLD)
-    except ValueError as error:
-        return str(error)
-    finally:
-        session.watchdog.stop()
-    return None
-
-
 SHAPE = 'message shape (sequence, micro batch, hidden)'
 PLACED = [[['e', 'd'], ['d']], [['d'], ['d', 'l']]]
 ELSEWHERE = [[['e'], ['d']], [['d', 'd'], ['d', 'l']]]
@@ -119,9 +94,27 @@ ELSEWHERE = [[['e'], ['d']], [['d', 'd'], ['d', 'l']]]
     ],
     ids=['microbatches', 'chunks', 'shape', 'layers', 'layout', 'equal'],
 )
-def test_first_iteration(ranks, one, other, said):
-    for message in ranks(2).run(configured_apart, [one, other], timeout=200):
-        assert said is None if message is None else said in message
+@pytest.mark.on_ranks(2)
+def test_first_iteration(one, other, said):
+    """What a program without flags is told then, where each rank has its changes."""
+    from megatron_zbpp.mcore.iteration.preparation import agreement
+    from megatron_zbpp.mcore.session import Session
+
+    values = {'m': 4, 'chunks': 2, 'shape': (16, 1, 32), 'dtype': torch.float32, 'num_layers': 8}
+    values |= (one, other)[dist.get_rank()]
+    message = Message(values['shape'], values['dtype'], torch.device('cpu'))
+    layout = SimpleNamespace(layout=values.get('layout'))
+    config = SimpleNamespace(num_layers=values['num_layers'], pipeline_model_parallel_layout=layout)
+    own = agreement(values['m'], values['chunks'], message, False, config)
+    session = Session(Settings('zb-v', watchdog_timeout=30))
+    session.flags = {'data_path': ['one', 'other']}  # some flags are lists
+    told = error_of(session.agree, own, dist.group.WORLD)
+    assert said is None if told is None else said in told
+    if told is None:  # known by now: no collective
+        session.agree(own, dist.group.WORLD)
+        if dist.get_rank() == 0:
+            session.agree(own, dist.group.WORLD)
+    session.watchdog.stop()
 
 
 OWN = """

@@ -38,29 +38,24 @@ test_identical_to_megatron = trains(
 )
 
 
-def posted(job, argv):
-    """Runs on each rank: when forwards' receives of each program are posted, and its job."""
-    found, original = [], programs.check
+@pytest.mark.on_ranks(2)
+@pytest.mark.parametrize(('kind', 'waits'), [('lengths', True), ('dense', False)])
+def test_a_pass_waits_for_its_own_shape(data, kind, waits):
+    """Where shapes vary, and there alone: tests/unit/analysis/test_lowering.py counts waits."""
+    found, original, job = [], programs.check, Job(kind, te=False, iterations=1)
 
     def noting(schedule, receives):
         found.append(receives)
         return original(schedule, receives=receives)
 
     with mock.patch.object(programs, 'check', noting):
-        train(job, argv)
-    return found
+        train(job, job.argv('zb-v', False, data))
+    assert found and (BY_TAKER in found) == waits
 
 
-@pytest.mark.parametrize(('kind', 'waits'), [('lengths', True), ('dense', False)])
-def test_a_pass_waits_for_its_own_shape(ranks, data, kind, waits):
-    """Where shapes vary, and there alone: tests/unit/analysis/test_lowering.py counts waits."""
-    job = Job(kind, te=False, iterations=1)
-    for found in ranks(2).run(posted, job, job.argv('zb-v', False, data)):
-        assert found and (BY_TAKER in found) == waits
-
-
-def planned_for(job, argv):
-    """Runs on each rank: the costs that `auto` planned for, and the iteration that it measured."""
+@pytest.mark.on_ranks(2)
+def test_auto_plans_for_the_mean(data):
+    """Each rank then has in the simulator as much to do as it had in training."""
     made, measured, fit, planner = [], [], measurements.measured_costs, auto_plan.AutoPlan
 
     def make(profile_iters=5, *settings, **named):  # without: what nothing is known for
@@ -71,21 +66,16 @@ def planned_for(job, argv):
         measured.append(timeline)
         return fit(timeline)
 
+    job = Job('lengths', te=False)
     with (
         mock.patch.object(auto_plan, 'AutoPlan', make),
         mock.patch.object(measurements, 'measured_costs', noting),
     ):
-        train(job, argv)
-    return made[0].costs, measured
-
-
-def test_auto_plans_for_the_mean(ranks, data):
-    """Each rank then has in the simulator as much to do as it had in training."""
-    job = Job('lengths', te=False)
-    for costs, (measured,) in ranks(2).run(planned_for, job, job.argv('auto', False, data)):
-        simulated = simulate(measured.schedule, costs)
-        for rank in range(job.pp):
-            assert simulated.busy(rank) == pytest.approx(measured.busy(rank))
+        train(job, job.argv('auto', False, data))
+    (timeline,) = measured
+    simulated = simulate(timeline.schedule, made[0].costs)
+    for rank in range(job.pp):
+        assert simulated.busy(rank) == pytest.approx(timeline.busy(rank))
 
 
 STEPS = 3
@@ -254,10 +244,12 @@ def test_as_stock(ranks, tmp_path, schedule, p, steps):
     assert len(forwards) == counts[4] or schedule == 'auto', 'drawn again after a switch'
 
 
-def standings(argv, counts):
-    """Where the watchdog says that a rank is at each forward of each step."""
-    found = []
-
+@pytest.mark.on_ranks(2)
+def test_the_watchdog_knows_the_position():
+    """At each forward: by the passes of the step that runs, whatever steps before it had."""
+    p, counts, found = 2, (4, 1, 6), []
+    argv = [*MODEL, '--num-layers', 2 * p, '--pipeline-model-parallel-size', p]
+    argv += ['--pipeline-schedule', 'zb-v', '--global-batch-size', 4, '--train-iters', 3]
     with program(argv) as at:
         data = [batches(100, at.args.seq_length, 1) for _ in at.models]
         original = at.script.forward_step
@@ -270,22 +262,13 @@ def standings(argv, counts):
             for at.args.num_microbatches in counts:
                 found.append([])
                 at.batch(data)
-    return found
-
-
-def test_the_watchdog_knows_the_position(ranks):
-    """By the passes of the step that runs, whatever steps before it had."""
-    p, counts = 2, (4, 1, 6)
-    argv = [*MODEL, '--num-layers', 2 * p, '--pipeline-model-parallel-size', p]
-    argv += ['--pipeline-schedule', 'zb-v', '--global-batch-size', 4, '--train-iters', 3]
-    for rank, steps in enumerate(ranks(p).run(standings, argv, counts)):
-        for count, forwards in zip(counts, steps, strict=True):
-            order = for_megatron(build('zb-v', p, count)).passes[rank]
-            expected = [
-                (f'F stage {f.stage} microbatch {f.microbatch} ({f})', order[:at][-10:])
-                for at, f in enumerate(order)
-                if f.kind == F
-            ]
-            assert [(each['now'], each['last passes']) for each in forwards] == [
-                (now, ' '.join(map(str, before)) or 'none') for now, before in expected
-            ]
+    for count, forwards in zip(counts, found, strict=True):
+        order = for_megatron(build('zb-v', p, count)).passes[dist.get_rank()]
+        expected = [
+            (f'F stage {f.stage} microbatch {f.microbatch} ({f})', order[:at][-10:])
+            for at, f in enumerate(order)
+            if f.kind == F
+        ]
+        assert [(each['now'], each['last passes']) for each in forwards] == [
+            (now, ' '.join(map(str, before)) or 'none') for now, before in expected
+        ]
