@@ -11,7 +11,7 @@ from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 
 def seen(work, *args):
-    """In the process: what `work` leaves in the log."""
+    """What `work` leaves in the log."""
     with device.recording() as order:
         work(*args)
     return [*map(str, order.races)], [wait.what for wait in order.waits]
@@ -126,17 +126,19 @@ SEEDED = {
 
 
 @pytest.mark.parametrize('broken', SEEDED)
-def test_a_seeded_race_is_found(cuda, broken):
+@pytest.mark.on_device
+def test_a_seeded_race_is_found(broken):
     """And nothing is said of the same with what is missing there."""
     work, said = SEEDED[broken]
-    (race,), _ = cuda(seen, work, False)
+    (race,), _ = seen(work, False)
     assert said in race
-    assert cuda(seen, work, True)[0] == []
+    assert seen(work, True)[0] == []
 
 
 @pytest.mark.parametrize('how', ['an event', 'the host'])
-def test_other_ways_to_wait(cuda, how):
-    assert cuda(seen, reads_on_another, how)[0] == []
+@pytest.mark.on_device
+def test_other_ways_to_wait(how):
+    assert seen(reads_on_another, how)[0] == []
 
 
 # by what is asked of numbers on the device, page-locked memory, and a stream
@@ -192,8 +194,9 @@ def backward(made, hook):
 
 
 @pytest.mark.parametrize('what', WAITING | RUNNING_ON)
-def test_what_makes_the_host_wait(cuda, what):
-    races, found = cuda(seen, ask, what)
+@pytest.mark.on_device
+def test_what_makes_the_host_wait(what):
+    races, found = seen(ask, what)
     assert len(found) == (what in WAITING)
     assert what in WAITING or races == []
 
