@@ -29,6 +29,7 @@ from megatron_zbpp.runtime.measure import Iteration
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.schedules import build
 
+pytestmark = pytest.mark.on_device
 DEVICE = torch.device('cuda', 0)
 GPU = 1  # that the main thread chooses, of which this device is each
 WIDTH = 4
@@ -47,7 +48,6 @@ def waits(order):
 
 
 @pytest.mark.parametrize('counting', [False, True])
-@pytest.mark.on_device
 def test_marks_wait_for_nothing(counting):
     """Until their seconds are asked for: then the host waits once, for all of them."""
     with recording() as order:
@@ -61,7 +61,6 @@ def test_marks_wait_for_nothing(counting):
         assert all(map(clock.reached, taken))
 
 
-@pytest.mark.on_device
 def test_a_side_task_looks_at_the_clock_amid_an_iteration():
     """The host waits before a step and behind it, outside of passes; later marks have seconds."""
     first, second = Pass(F, 0, 0), Pass(B, 0, 0)
@@ -86,7 +85,6 @@ def test_a_side_task_looks_at_the_clock_amid_an_iteration():
     assert end <= start
 
 
-@pytest.mark.on_device
 def test_weight_gradients():
     """W on the device: accumulated without a look at them."""
     with recording() as order:
@@ -119,7 +117,6 @@ def stepped(on, in_place):
 
 @pytest.mark.parametrize('kept_bytes', [0, 4096], ids=['nothing kept', 'some kept'])
 @pytest.mark.parametrize('in_place', [True, False], ids=['fp32', 'bf16'])
-@pytest.mark.on_device
 def test_trial_step(in_place, kept_bytes):
     found = []
     for on in ('cpu', DEVICE):
@@ -140,7 +137,6 @@ def test_trial_step(in_place, kept_bytes):
     assert found[0][0] != found[0][1], 'the speculative step took a step'
 
 
-@pytest.mark.on_device
 def test_plain_memory_in_a_trial_would_be_seen():
     plain = mock.patch.object(speculative_step, '_aside', lambda p: p.detach().to('cpu', copy=True))
     with recording() as order, plain:
@@ -165,7 +161,6 @@ def stalled(clock):
 
 
 @pytest.mark.parametrize('sound', [True, False])
-@pytest.mark.on_device
 def test_each_thread_of_the_watchdog_enters_the_device(sound):
     """A thread starts on GPU 0, where the first question would make a context."""
     ended, codes = threading.Event(), []
@@ -224,7 +219,6 @@ def errors_to_file():
 
 
 @pytest.mark.parametrize('read', ['result', 'root'])
-@pytest.mark.on_device
 def test_a_reduction_is_read_before_forwards_that_run_ahead_have_ended(read):
     """The host waits for the reduction, and not for what was started behind it."""
     from megatron_zbpp.mcore.optimizer.split_step import Reduction
@@ -244,7 +238,6 @@ def test_a_reduction_is_read_before_forwards_that_run_ahead_have_ended(read):
     assert order.races, 'what runs ahead need not have ended'
 
 
-@pytest.mark.on_device
 def test_ranks_agree_on_weights_without_waiting_for_passes():
     """Neither where the question is asked, behind forwards that ran ahead, nor at its answer."""
     from megatron_zbpp.mcore.optimizer.early_steps import Agreement
@@ -263,7 +256,6 @@ def test_ranks_agree_on_weights_without_waiting_for_passes():
     assert order.races, 'passes need not have ended'
 
 
-@pytest.mark.on_device
 def test_buffers_that_forwards_ahead_write_are_set_back_without_a_look():
     from megatron_zbpp.mcore import side_effects
 
@@ -298,7 +290,6 @@ def leaving(say=None):
     return store, received, loss
 
 
-@pytest.mark.on_device
 def test_a_refusal_names_the_cure_and_is_forgotten():
     """CUDA tells an error to who starts a kernel next, which is none of ours."""
     said = []
@@ -316,7 +307,6 @@ def test_a_refusal_names_the_cure_and_is_forgotten():
 
 
 @pytest.mark.parametrize('sound', [True, False])
-@pytest.mark.on_device
 def test_memory_is_unlocked_before_it_is_freed(sound):
     """Behind its copies; at once is a seeded race."""
     at_once = mock.patch.object(host_memory, '_unlock', lambda cuda, at, _: _unlock(cuda, at, ()))
@@ -338,7 +328,6 @@ def test_memory_is_unlocked_before_it_is_freed(sound):
     assert all('free for unlock on the host' in str(race) for race in order.races)
 
 
-@pytest.mark.on_device
 def test_memory_that_is_too_small_is_unlocked_between_iterations():
     """Not before: copies may be under way, and a driver may wait for the whole device."""
     with device.recording() as order:
@@ -352,7 +341,6 @@ def test_memory_that_is_too_small_is_unlocked_between_iterations():
     assert not order.races
 
 
-@pytest.mark.on_device
 def test_copies_in_both_directions_at_once():
     """What comes back, which the passes wait for, is there whether or not what leaves has left."""
     with device.recording() as order:
@@ -369,7 +357,6 @@ def test_copies_in_both_directions_at_once():
 
 
 @pytest.mark.parametrize('sound', [True, False])
-@pytest.mark.on_device
 def test_memory_of_the_host_is_used_again_behind_what_has_read_it(sound):
     with device.recording() as order:
         engine = Copies(DEVICE)
@@ -385,7 +372,6 @@ def test_memory_of_the_host_is_used_again_behind_what_has_read_it(sound):
     assert all('does not wait for copy to the device' in str(race) for race in order.races)
 
 
-@pytest.mark.on_device
 def test_nothing_to_copy_locks_nothing():
     """Nor is anything said: a driver refuses to lock no bytes."""
     with device.recording() as order:
@@ -396,7 +382,6 @@ def test_nothing_to_copy_locks_nothing():
     assert order.page_locked == []
 
 
-@pytest.mark.on_device
 def test_copies_beside_the_passes_are_in_order():
     """Each use of memory comes behind the copy or the pass before it."""
     with device.recording() as order:

@@ -30,7 +30,7 @@ from megatron_zbpp.mcore.techniques.forwards_in_flight import ForwardsInFlight
 from megatron_zbpp.runtime.endless import EndlessTraining
 from megatron_zbpp.runtime.versions import Corrected
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.on_ranks(1)]
 METHODS = 'pipedream-2bw', 'pipedream', 'paci', 'pipemare', 'wpipe'
 KEEP_OLDER = 'pipedream-2bw', 'pipedream', 'wpipe'
 ITERATIONS, GROWS, EVALUATES, OTHER_DATA, OTHER_MODEL = 7, 2, 3, 4, 5
@@ -196,7 +196,6 @@ def test_what_is_in_flight_runs_again(ranks, data, method, sizes, more):
         assert own == (norms, *other[1:]), rank
 
 
-@pytest.mark.on_ranks(1)
 def test_data_that_forwards_in_flight_have_read():
     """Refused on the rank that sees it, unless what is in flight is dropped first."""
     calls = SimpleNamespace(drop=lambda: None, begun_with_next_call=1, versions=None)
@@ -273,7 +272,6 @@ def patched(endless):
         registry.undo()
 
 
-@pytest.mark.on_ranks(1)
 def test_averages_and_steps_are_in_checkpoints(tmp_path):
     """In four bytes beside weights in two. Megatron alone saves none, and that is said."""
     from megatron.core import dist_checkpointing

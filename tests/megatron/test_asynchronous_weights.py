@@ -21,7 +21,7 @@ from weights_by_hand import Case
 import megatron_zbpp
 from megatron_zbpp.mcore.techniques.forwards_in_flight import Unwritten, require_seen
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.on_ranks(1)]
 
 
 class Kept(torch.nn.Linear):
@@ -69,7 +69,6 @@ class KeptAndDrawing(Kept):
         return torch.nn.functional.dropout(super().forward(given), 0.5)
 
 
-@pytest.mark.on_ranks(1)
 def test_what_sees_neither_version():
     """It is named by the class; others are left as they were, with random states and buffers."""
     for kind in (Kept, KeptByPlace, KeptByCount, KeptAndDrawing):
@@ -210,7 +209,6 @@ def named(count: Callable, at: int, persistent: bool) -> str | None:
     return None
 
 
-@pytest.mark.on_ranks(1)
 def test_forwards_that_write_what_steps_would_read():
     """Buffers, whether a checkpoint has them or not, parameters, and what else modules have."""
     found = [named(count, at, bool(n % 2)) for n, (count, at, _) in enumerate(COUNTS)]

@@ -25,6 +25,8 @@ from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.schedules import build
 
+pytestmark = pytest.mark.on_ranks(2)
+
 
 def compared(built, schedule='zb-v', layout=None):
     """What is said where ranks have built these layers, a list for each stage."""
@@ -52,7 +54,6 @@ def compared(built, schedule='zb-v', layout=None):
 @pytest.mark.parametrize(
     'built', [[[1], [2], [3], [4]], [[1, 2], [], [3], []], [[], [], [], []]], ids=str
 )
-@pytest.mark.on_ranks(2)
 def test_as_planned(built):
     assert compared(built) is None
 
@@ -62,7 +63,6 @@ def test_as_planned(built):
     [[[1], [3], [2], [4]], [[1], [2], [2], [3]], [[1], [2], [4], [5]], [[2], [3], [4], [5]]],
     ids=['a loop', 'twice', 'missing', 'the first'],
 )
-@pytest.mark.on_ranks(2)
 def test_another_model(built):
     said = compared(built)
     assert said.startswith('the layers of decoder.layers were not built where the schedule has')
@@ -80,7 +80,6 @@ def test_another_model(built):
     ],
     ids=['as laid out', 'pruned', 'again', 'numbers of a rank', 'the layout ignored'],
 )
-@pytest.mark.on_ranks(2)
 def test_a_loop(built, fits):
     """What stock trains so trains; a class that ignores the layout is named."""
     found = compared(built, 'interleaved', 'Ett|t|t|ttL')
@@ -180,7 +179,6 @@ SAVED = [
 ]
 
 
-@pytest.mark.on_ranks(1)
 @pytest.mark.parametrize(('settings', 'layers'), SAVED, ids=str)
 def test_arguments_tell_the_layers(settings, layers):
     """Those that a stock run has saved."""
@@ -188,7 +186,6 @@ def test_arguments_tell_the_layers(settings, layers):
     assert [list(rank) for rank in RankFiles.saved({'args': args}).layers] == layers
 
 
-@pytest.mark.on_ranks(1)
 def test_what_is_written_is_compared():
     """What is read again is the same, and how it differs from other schedules is told."""
     args = Namespace(num_layers=4, pipeline_model_parallel_layout='Et|t|t|tL')

@@ -27,6 +27,7 @@ from megatron_zbpp.mcore import programs
 from megatron_zbpp.mcore.lowered import for_megatron
 from megatron_zbpp.schedules import build
 
+pytestmark = pytest.mark.on_ranks(2)
 test_identical_to_megatron = trains(
     'microbatches of any length (`variable_seq_lengths`)',
     {'kind': 'lengths', 'te': False},
@@ -38,7 +39,6 @@ test_identical_to_megatron = trains(
 )
 
 
-@pytest.mark.on_ranks(2)
 @pytest.mark.parametrize(('kind', 'waits'), [('lengths', True), ('dense', False)])
 def test_a_pass_waits_for_its_own_shape(data, kind, waits):
     """Where shapes vary, and there alone: tests/unit/analysis/test_lowering.py counts waits."""
@@ -53,7 +53,6 @@ def test_a_pass_waits_for_its_own_shape(data, kind, waits):
     assert found and (BY_TAKER in found) == waits
 
 
-@pytest.mark.on_ranks(2)
 def test_auto_plans_for_the_mean(data):
     """Each rank then has in the simulator as much to do as it had in training."""
     made, measured, fit, planner = [], [], measurements.measured_costs, auto_plan.AutoPlan
@@ -244,7 +243,6 @@ def test_as_stock(ranks, tmp_path, schedule, p, steps):
     assert len(forwards) == counts[4] or schedule == 'auto', 'drawn again after a switch'
 
 
-@pytest.mark.on_ranks(2)
 def test_the_watchdog_knows_the_position():
     """At each forward: by the passes of the step that runs, whatever steps before it had."""
     p, counts, found = 2, (4, 1, 6), []
