@@ -29,20 +29,24 @@ SOME = ['megatron', 'torch:1F1B', 'torch:ZBVZeroBubble', *OURS]
 P, M, TIMES = 2, 4, [2.0, 3.0, 1.0]
 
 
-def benched(folder, *flags):
+def benched(script, folder, *flags):
+    """A script as a user calls it: what it printed, and its JSON."""
     file = folder / 'result.json'
-    command = [sys.executable, 'scripts/benchmark_pipelines.py', '--pp', str(P)]
-    command += ['--microbatches', str(M), '--times-ms', ','.join(map(str, TIMES))]
-    environment = {'XDG_CACHE_HOME': str(folder)}
-    done = forked.run([*command, '--json', file, *flags], cwd=ROOT, timeout=240, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    command = [sys.executable, f'scripts/{script}.py', '--json', file, *flags]
+    done = forked.run(command, cwd=ROOT, timeout=240, env={'XDG_CACHE_HOME': str(folder)})
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done.stdout, json.loads(file.read_text())
+
+
+def pipelines(folder, *flags):
+    common = ['--pp', P, '--microbatches', M, '--times-ms', ','.join(map(str, TIMES))]
+    return benched('benchmark_pipelines', folder, *common, *flags)
 
 
 def test_side_by_side(tmp_path):
     picture = tmp_path / 'chart.svg'
     flags = ['--schedules', ','.join(SOME), '--rounds', '2', '--svg', str(picture)]
-    text, result = benched(tmp_path, *flags)
+    text, result = pipelines(tmp_path, *flags)
     rows = {(row['runner'], row['schedule']): row for row in result['rows']}
     named = [('torch', '1F1B'), ('torch', 'ZBVZeroBubble')]
     named += [('zbpp', name) for name in OURS]
@@ -75,7 +79,7 @@ def test_side_by_side(tmp_path):
 def test_both_ways(tmp_path):
     """The mean of two replicas is what one way has, but for the order of sums."""
     flags = ['--schedules', 'zb-v,chimera,bitpipe', '--rounds', '1', '--pp', '4']
-    _, result = benched(tmp_path, *flags)
+    _, result = pipelines(tmp_path, *flags)
     checksum, *others = [row['checksum'] for row in result['rows']]
     assert checksum > 0 and others == [pytest.approx(checksum, rel=1e-5)] * 3
 
@@ -85,7 +89,7 @@ def test_with_optimizer(tmp_path):
     """Steps that wait for all ranks, and steps that do not."""
     names = 'zb-v,zb-v+post-validation,pipedream-2bw,pipedream-2bw+global-norm'
     flags = ['--schedules', names, '--rounds', '1', '--optimizer']
-    _, result = benched(tmp_path, *flags, '--iterations-per-sample', '3')
+    _, result = pipelines(tmp_path, *flags, '--iterations-per-sample', '3')
     stock, ours, early, late, waiting = result['rows']
     assert stock['optimizer'] and ours['optimizer'] and early['optimizer']
     assert ours['checksum'] == pytest.approx(stock['checksum'], rel=1e-5)
@@ -167,13 +171,10 @@ def test_overhead(capsys, tmp_path):
 
 @pytest.mark.full
 def test_training(tmp_path):
-    file = tmp_path / 'training.json'
     small = '--layers 4 --hidden-size 64 --seq-length 16 --microbatches 2 --rounds 2'.split()
     small += ['--schedules', 'zb-h1,zb-v,seq1f1b']
-    command = [sys.executable, 'scripts/benchmark_training.py', *small, '--json', str(file)]
-    done = forked.run(command, cwd=ROOT, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = {row['schedule']: row for row in json.loads(file.read_text())['rows']}
+    printed, result = benched('benchmark_training', tmp_path, *small)
+    found = {row['schedule']: row for row in result['rows']}
     assert list(found) == ['megatron', '1f1b', 'zb-h1', 'zb-v', 'seq1f1b']
     kinds = [set(row['pass_ms']) for row in found.values()]
     assert kinds == [set(), {'F', 'BW'}, set('FBW'), set('FBW'), {'F', 'BW'}]
@@ -186,7 +187,7 @@ def test_training(tmp_path):
     assert all(len(row['ms_per_iteration']) == 2 for row in found.values())
     assert found['megatron']['ratio_to_stock'] == found['1f1b']['backward_to_fused'] == 1
     assert found['zb-h1']['backward_to_fused'] > 0
-    assert len(done.stdout.splitlines()) == 1 + len(found)
+    assert len(printed.splitlines()) == 1 + len(found)
 
 
 def test_training_compares_rounds():
@@ -211,21 +212,17 @@ def test_training_compares_rounds():
 @pytest.mark.full
 def test_splitting(tmp_path):
     """Layers of both kinds, alone and shared by two ranks, large and small."""
-    file = tmp_path / 'splitting.json'
     small = '--layers 1 --hidden-size 512 --seq-length 64 --rounds 2'.split()
-    folder = str(wheels.transformer_engine(wheels.NEWEST))
-    command = [sys.executable, 'scripts/benchmark_splitting.py', *small, '--te', folder]
-    command += ['--json', str(file)]
-    done = forked.run(command, cwd=ROOT, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(file.read_text())['rows']
+    te = ['--te', wheels.transformer_engine(wheels.NEWEST)]
+    printed, result = benched('benchmark_splitting', tmp_path, *small, *te)
+    rows = result['rows']
     found = [(row['layers'], row['tp'], row['shared'], row['hidden']) for row in rows]
     kinds = [(of, tp, False) for of in ('local', 'te') for tp in (1, 2)] + [('te', 2, True)]
     assert found == [(*kind, hidden) for kind in kinds for hidden in (512, 64)]
     assert all(row[part] > 0 for row in rows for part in ('fused', 'b', 'w', 'ratio'))
     # Transformer Engine splits by itself, too: ours is what we take longer than that
     assert all((row['hooks'] == row['more']) == (row['layers'] == 'local') for row in rows)
-    assert len(done.stdout.splitlines()) == 1 + len(rows)
+    assert len(printed.splitlines()) == 1 + len(rows)
 
 
 SCRIPT = [sys.executable, ROOT / 'scripts' / 'benchmark_asynchronous.py']

@@ -5,10 +5,10 @@ import os
 import sys
 
 import commands
-import forked
 import pytest
 from nvidia import Off, _find_megatron, needs_training
 from paths import ROOT, SUPPORT
+from test_benchmark import benched
 
 from benchmarks.gpt import models, predict
 from benchmarks.gpt.jobs import Job, stages
@@ -97,12 +97,10 @@ def test_timeout(tmp_path):
 
 
 def test_single_gpu(tmp_path):
-    file = tmp_path / 'stage.json'
-    flags = ['--single-gpu', '--predict-ranks', '8', '--schedules', '1f1b,zb-v,interleaved']
-    flags += ['--processes', '1', '--peak-tflops', '0.5', '--json', file]
-    done = forked.run([sys.executable, SCRIPT, *QUICK, *flags], timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    stage, *predicted = json.loads(file.read_text())['rows']
+    flags = [*QUICK, '--single-gpu', '--predict-ranks', '8', '--schedules', '1f1b,zb-v,interleaved']
+    flags += ['--processes', '1', '--peak-tflops', '0.5']
+    printed, result = benched('benchmark_gpt', tmp_path, *flags)
+    stage, *predicted = result['rows']
     f, b, w = (stage[f'{name}_seconds'] for name in 'fbw')
     fused = stage['fused_f_seconds'] + stage['fused_bw_seconds']
     assert stage['split_over_fused'] == pytest.approx((f + b + w) / fused)
@@ -112,10 +110,9 @@ def test_single_gpu(tmp_path):
     assert stage['mfu'] == pytest.approx(stage['tflops_per_gpu'] / 0.5)
     assert {row['schedule'] for row in predicted} == {'1f1b', 'zb-v', 'interleaved'}
     assert {row['kind'] for row in predicted} == {PREDICTED}
-    assert 'predicted' in done.stdout and 'held to W' in done.stdout
-    again = forked.run([sys.executable, SCRIPT, *QUICK, *flags], timeout=200)
-    assert again.returncode == 0
-    assert json.loads(file.read_text())['rows'] == [stage, *predicted], 'measured and planned once'
+    assert 'predicted' in printed and 'held to W' in printed
+    again = benched('benchmark_gpt', tmp_path, *flags)[1]['rows']
+    assert again == result['rows'], 'measured and planned once'
 
 
 def predicted(name, p=4, m=12, **changed):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 
-import forked
 import pytest
 from paths import ROOT
+from test_benchmark import benched
 
 from benchmarks.partition import cases, resident, shares, two_hosts
 from benchmarks.partition.measured import Gpt
@@ -18,13 +17,8 @@ pytestmark = pytest.mark.one_release
 
 
 def run(folder, *flags):
-    file = folder / 'result.json'
-    command = [sys.executable, 'scripts/benchmark_partition.py', '--pp', '2', '--microbatches', '4']
-    command += ['--layers', '4', '--seconds-per-microbatch', '0.04', '--planning', '0.3']
-    command += ['--rounds', '1', '--json', file, *flags]
-    done = forked.run(command, cwd=ROOT, timeout=240, env={'XDG_CACHE_HOME': str(folder)})
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    return done.stdout, json.loads(file.read_text())
+    common = '--pp 2 --microbatches 4 --layers 4 --seconds-per-microbatch 0.04 --planning 0.3'
+    return benched('benchmark_partition', folder, *common.split(), '--rounds', '1', *flags)
 
 
 def test_costs_partition_iterations(tmp_path):
