@@ -65,12 +65,7 @@ def having(name: str) -> Schedule:
     return added(build('interleaved', P, M), name)
 
 
-def train(schedule: Schedule):
-    pipeline = Pipeline(schedule)
-    pipeline.run()
-    return pipeline.made
-
-
+@pytest.mark.on_ranks(P)
 @pytest.mark.parametrize(
     'pair',
     [
@@ -82,14 +77,16 @@ def train(schedule: Schedule):
     ],
     ids='+'.join,
 )
-def test_to_the_bit(ranks, pair):
+def test_to_the_bit(pair):
     """Passes of pairs run one after the other here, as where no flag makes a model join them. Those
     with shards train in `tests/megatron/test_vocabulary_training.py`."""
     first, second = pair
     schedule = added(having(first), second)
     assert techniques_of(schedule) == {first, second} - {OVERLAP}
     check(schedule)
-    require_same(schedule, ranks(P).run(train, schedule))
+    pipeline = Pipeline(schedule)
+    pipeline.run()
+    require_same(schedule, [pipeline.made])
 
 
 @pytest.mark.parametrize('name', NAMES)

@@ -34,25 +34,25 @@ def torchrun(folder, *flags):
     file = folder / 'result.json'
     launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2']
     done = commands.run([*launch, SCRIPT, *QUICK, '--json', file, *flags], timeout=200)
-    return done, json.loads(file.read_text())['rows']
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout, json.loads(file.read_text())['rows']
 
 
 @pytest.mark.full
 def test_sweep_goes_on_and_resumes(tmp_path):
     """What fails, before or in its processes, is a row; what is there is not measured again."""
     flags = ['--microbatches', '4', '--schedules']
-    done, rows = torchrun(tmp_path, *flags, 'megatron:interleaved,dualpipe-v', '--virtual-stages=9')
+    printed, rows = torchrun(
+        tmp_path, *flags, 'megatron:interleaved,dualpipe-v', '--virtual-stages=9'
+    )
     by_name = {row['schedule']: row for row in rows}
-    assert done.returncode == 0, done.stderr[-3000:]
     assert by_name['interleaved']['kind'] == FAILED, '8 layers on 18 stages'
     assert '8 layers cannot be placed on 18 stages' in by_name['interleaved']['error']
     check_measured(by_name['dualpipe-v'])
-    assert f'failed: tiny megatron:interleaved p=2 m=4 v=9: {by_name["interleaved"]["error"]}' in (
-        done.stdout
-    )
+    why = by_name['interleaved']['error']
+    assert f'failed: tiny megatron:interleaved p=2 m=4 v=9: {why}' in printed
     picture = tmp_path / 'chart.svg'
-    done, more = torchrun(tmp_path, *flags, 'dualpipe-v,megatron:1f1b', '--png', picture)
-    assert done.returncode == 0, done.stderr[-3000:]
+    _, more = torchrun(tmp_path, *flags, 'dualpipe-v,megatron:1f1b', '--png', picture)
     assert more[:2] == rows, 'kept as they were'
     (row,) = more[2:]
     assert (row['runner'], row['schedule']) == ('megatron', '1f1b')
