@@ -145,6 +145,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if (on is None and device is None) or {'ranks', 'te_ranks'} & {*names}:
         return None
     fixture, size = ('ranks', *on.args) if on else ('cuda_ranks', 1)
+    size = pyfuncitem.funcargs.get(size, size)  # or the parameter that says how many
     fixture = 'te_ranks' if 'te_ranks' in pyfuncitem.fixturenames else fixture
     work = partial(pyfuncitem.obj, **{name: pyfuncitem.funcargs[name] for name in names})
     pyfuncitem._request.getfixturevalue(fixture)(size).run(work)

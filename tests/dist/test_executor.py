@@ -212,40 +212,33 @@ def test_error_leaves_nothing_behind():
 # ---- R passes: forwards that keep their input only run again; small stages, to the bit.
 
 
-def recompute(schedule):
-    """On each rank, by stage: what it made, what ran twice; what was held, bytes that left."""
-    pipeline = Pipeline(schedule)
-    record = pipeline.run()
-    ran = {stage: each.ran for stage, each in pipeline.stages.items()}
-    return pipeline.made, ran, record.live, pipeline.moved
-
-
+@pytest.mark.on_ranks('p')
 @grid(
     name=('gpipe', '1f1b', 'zb-h1', 'zb-v', 'interleaved', 'po'),
     p=(2, 4),
     amount=('all', 'half'),
     away=(None, None, 'all', 'half', 'all', 'all'),
 )
-def test_recomputed_to_the_bit(ranks, name, p, amount, away):
+def test_recomputed_to_the_bit(name, p, amount, away):
     """Also where inputs of what runs again, and what else is held, are on the host meanwhile."""
     schedule = recomputed(build(name, p, 8), amount)
     if away:
         schedule = offloaded(schedule, away)
     again = {task.stage for task in schedule.graph.needs if task.kind == 'R'}
+    gone = {each.stage for _, each in schedule if each.kind == 'O'}
+    pipeline = Pipeline(schedule)
+    held, rank = pipeline.run().live, pipeline.rank
+    require_same(schedule, [pipeline.made])
+    for stage, nbytes in pipeline.moved.items():
+        assert stage in gone
+        if stage in again:  # of the first stage that runs again there is no input
+            assert nbytes == (ROWS * WIDTH * 4 if stage else 0)
+    share = len(schedule.placement.stages(rank))
     planned = live(schedule, Costs.uniform(schedule.placement, 1, 1, 1))
-    results = ranks(p).run(recompute, schedule)
-    require_same(schedule, (made for made, *_ in results))
-    gone = {p.stage for _, p in schedule if p.kind == 'O'}
-    for rank, (_, ran, held, moved) in enumerate(results):
-        for stage, nbytes in moved.items():  # of the first stage that runs again there is no input
-            assert stage in gone
-            if stage in again:
-                assert nbytes == (ROWS * WIDTH * 4 if stage else 0)
-        share = len(schedule.placement.stages(rank))
-        assert [each / share for each in held] == list(planned[rank])
-        for stage, passes in ran.items():
-            twice = [(kind, k) for kind in 'FR' for k in range(8)] if stage in again else []
-            assert sorted(passes) == twice
+    assert [each / share for each in held] == list(planned[rank])
+    for number, stage in pipeline.stages.items():
+        twice = [(kind, k) for kind in 'FR' for k in range(8)] if number in again else []
+        assert sorted(stage.ran) == twice
 
 
 # ---- The executor runs a forward and a backward as one, where it is given what does that.

@@ -60,7 +60,7 @@ def logged(training):
 
     board.add_scalar, wandb.log = add_scalar, log
     with (
-        mock.patch.object(training, 'print_rank_last', lines.append),
+        mock.patch.object(training, 'print_rank_last', lambda line: lines.append(line)),
         mock.patch.object(training, 'get_tensorboard_writer', lambda: board),
         mock.patch.object(training, 'get_wandb_writer', lambda: wandb),
         job_lines(training) as said,
