@@ -38,11 +38,13 @@ def ranking() -> list[str]:
     ]
 
 
+BY_README = 'in tests/megatron/test_readme.py::test_zbpp_commands'
+WALKS = {name: rows_of('walks.txt', name) for name in ('README', 'getting-started', 'unbalanced')}
 # patterns of `walks.txt` by name
 NAMED = {name: sum(rows_of('walks.txt', name), ()) for name in ('IDLE', 'PLANNED', 'FITTED')}
 
 
-@pytest.mark.parametrize('name', ['README', 'getting-started', 'unbalanced'])
+@pytest.mark.parametrize('name', WALKS)
 def test_walk(name, tmp_path, monkeypatch, capsys):
     """All commands of the page, in one folder; each prints what is wanted of it, and no error."""
     page = pages.README if name == 'README' else DOCS / f'{name}.md'
@@ -51,7 +53,7 @@ def test_walk(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
     monkeypatch.setenv('COLUMNS', '120')
     named = NAMED | {'RANKING': ranking()}
-    typed, walk = pages.lines(page), rows_of('walks.txt', name)
+    typed, walk = pages.lines(page), WALKS[name]
     assert len(typed) == len(walk), 'a command was added or left out: give it a row'
     for line, (start, *wanted) in zip(typed, walk, strict=True):
         assert line.startswith(start)
