@@ -313,7 +313,8 @@ class OwnLoaders:
 
         import megatron_zbpp
 
-        original = training.build_train_valid_test_datasets
+        name = 'build_train_valid_test_datasets'
+        original = getattr(training, name)
         rank_of = {
             'Megatron': lambda _: parallel_state.get_data_parallel_rank(),
             'megatron_zbpp': megatron_zbpp.data_parallel_rank,
@@ -329,7 +330,7 @@ class OwnLoaders:
             first += training.get_args().consumed_train_samples
             return iter(DataLoader(train, sampler=range(first, len(train), replicas))), *others
 
-        with mock.patch.object(training, original.__name__, build_train_valid_test_datasets):
+        with mock.patch.object(training, name, build_train_valid_test_datasets):
             yield
 
 
