@@ -146,14 +146,16 @@ def test_evaluation(ranks, tmp_path):
 
 @supports("NVIDIA's loop: batches that grow", 'zb-h1 zb-v')
 def test_batch_size_ramp(ranks, tmp_path):
-    flags = ['--pipeline-model-parallel-size', 2, *NO_CLIPPING]
-    if '--step-batch-size-schedule' in ranks(2).run(known)[0]:
-        flags += ['--train-iters', 6, '--step-batch-size-schedule', '0:2 64:4 192:8']  # tokens
-    else:  # until 0.17
-        flags += ['--train-samples', 28, '--lr-warmup-iters', 0, '--global-batch-size', 8]
-        flags += ['--rampup-batch-size', 2, 2, 12]
+    flags = ['--pipeline-model-parallel-size', 2, *NO_CLIPPING, *growing(ranks, 6)]
     for schedule in BOTH:
         go_on(ranks(2), tmp_path / schedule, flags, by(schedule), optimizer=False)
+
+
+def growing(ranks, iterations):
+    if '--step-batch-size-schedule' in ranks(2).run(known)[0]:  # in tokens
+        return ['--train-iters', iterations, '--step-batch-size-schedule', '0:2 64:4 192:8']
+    samples = ['--train-samples', 28, '--lr-warmup-iters', 0, '--global-batch-size', 8]
+    return [*samples, '--rampup-batch-size', 2, 2, 12]  # until 0.17
 
 
 @supports("NVIDIA's loop: dropout", 'zb-h1')

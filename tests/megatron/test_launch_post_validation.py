@@ -7,9 +7,9 @@ from unittest import mock
 import events
 import pytest
 from grids import grid
-from nvidia import EARLY, WITHOUT_STATE, by, known, needs_training, run
+from nvidia import EARLY, WITHOUT_STATE, by, needs_training, run
 from supported import supports
-from test_launch import DISTRIBUTED, MOE, NO_CLIPPING, OVERLAP, PIPELINE
+from test_launch import DISTRIBUTED, MOE, NO_CLIPPING, OVERLAP, PIPELINE, growing
 
 pytestmark = needs_training
 
@@ -84,13 +84,8 @@ def test_steps_that_no_rank_tried(ranks):
 @supports("NVIDIA's loop: batches that grow", 'zb-v+post-validation')
 def test_batch_that_grows(ranks):
     """What was run ahead for a smaller batch is dropped."""
-    argv = ['--pipeline-model-parallel-size', 2, '--clip-grad', 100]
+    argv = ['--pipeline-model-parallel-size', 2, '--clip-grad', 100, *growing(ranks, 7)]
     argv += ['--pipeline-schedule', 'zb-v']
-    if '--step-batch-size-schedule' in ranks(2).run(known)[0]:
-        argv += ['--train-iters', 7, '--step-batch-size-schedule', '0:2 64:4 192:8']  # tokens
-    else:  # until 0.17
-        argv += ['--train-samples', 28, '--lr-warmup-iters', 0, '--global-batch-size', 8]
-        argv += ['--rampup-batch-size', 2, 2, 12]
     assert run(ranks(2), *argv, *EARLY) == run(ranks(2), *argv)
 
 
