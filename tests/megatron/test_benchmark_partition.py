@@ -1,7 +1,5 @@
 """The benchmark of partitions at its smallest: all do the same work, and what it says is so."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -67,7 +65,7 @@ two_processors = pytest.mark.skipif(
 REAL = ['--real', '--hidden-size', '64', '--seq-length', '16', '--words', '512', '--samples', '1']
 
 
-def limited() -> str | None:
+def limited():
     """Why no process can be limited here; None if it can."""
     try:
         with shares.shared([0.5]):

@@ -1,10 +1,7 @@
 """Megatron-Bridge: recipes train by our schedules as by Megatron, and load what it saved."""
 
-from __future__ import annotations
-
 import functools
 import re
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import bridge
@@ -27,7 +24,7 @@ WHAT = f'Megatron-Bridge {bridge.VERSION}: '
 
 
 @pytest.fixture(scope='module')
-def bridge_ranks() -> Iterator[Callable[[int], Ranks]]:
+def bridge_ranks():
     """As `ranks`, in processes that have Bridge, and Transformer Engine with emulated kernels."""
     newest = wheels.transformer_engine(wheels.NEWEST)
     pool = Pool(bridge.install, bridge.folder(), newest)

@@ -1,7 +1,5 @@
 """The first hours of users, by what the README and two pages tell to type, in their order."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -27,7 +25,7 @@ pytestmark = pytest.mark.one_release
 DOCS = ROOT / 'docs'
 
 
-def ranking() -> list[str]:
+def ranking():
     """Rows of the table that the page has of latencies, as they are printed."""
     found = re.findall(
         r'^\| `(.+)`, (best|even) \|(.*) \|$', (DOCS / 'unbalanced.md').read_text(), re.M

@@ -1,9 +1,6 @@
 """Ranks of the example with different flags stop at once, and say which has which."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -142,7 +139,7 @@ def train_mine(module, folders, data, metrics):
 
 
 @pytest.mark.parametrize(('module', 'leads'), [('alike', (1, 1)), ('apart', (1, 2))])
-def test_own_family(ranks, data, tmp_path: Path, module: str, leads: tuple[int, int]):
+def test_own_family(ranks, data, tmp_path, module, leads):
     folders = [tmp_path / str(rank) for rank in range(2)]
     for folder, lead in zip(folders, leads, strict=True):
         folder.mkdir()

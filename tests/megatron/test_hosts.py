@@ -1,7 +1,5 @@
 """Training on two hosts, and what becomes of it when their link is cut."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
