@@ -75,16 +75,12 @@ def check_measured(row):
     assert row['device'] == 'cpu' and row['mfu'] is None
 
 
-def run_doomed(folder):
-    """Two supervisors, whose processes end by a signal and not at all."""
+@pytest.mark.on_ranks(2)
+def test_a_killed_rank_ends_the_others(tmp_path):
+    """Of two supervisors: theirs end by a signal and not at all, and both would be said to hang."""
     os.environ['PYTHONPATH'] = str(SUPPORT)
-    return Crew(folder, timeout=180).run('doomed_worker', JOB, lambda text: None)
-
-
-def test_a_killed_rank_ends_the_others(ranks, tmp_path):
-    """Else both would be said to have hung."""
-    for row in ranks(2).run(run_doomed, tmp_path):
-        assert 'rank 1: ended by signal 9' in row['error'] and '.1.log' in row['error']
+    row = Crew(tmp_path, timeout=180).run('doomed_worker', JOB, lambda text: None)
+    assert 'rank 1: ended by signal 9' in row['error'] and '.1.log' in row['error']
 
 
 def test_timeout(tmp_path):
