@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import compiled
 import grids
@@ -133,3 +134,19 @@ def te_ranks(request) -> Iterator[Callable[[int], Ranks]]:
         pool = Pool(wheels.install, wheels.transformer_engine(request.param))
     yield lambda size: Ranks(size, pool)
     pool.stop()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test marked `on_ranks(n)` on each of n ranks with its parameters, one of tests/dist
+    marked `on_device` on the recorded device; one that asks for ranks itself as it is."""
+    on, device = map(pyfuncitem.get_closest_marker, ('on_ranks', 'on_device'))
+    names = pyfuncitem._fixtureinfo.argnames
+    if (on is None and device is None) or {'ranks', 'te_ranks'} & {*names}:
+        return None
+    fixture, size = ('ranks', *on.args) if on else ('cuda_ranks', 1)
+    size = pyfuncitem.funcargs.get(size, size)  # or the parameter that says how many
+    fixture = 'te_ranks' if 'te_ranks' in pyfuncitem.fixturenames else fixture
+    work = partial(pyfuncitem.obj, **{name: pyfuncitem.funcargs[name] for name in names})
+    pyfuncitem._request.getfixturevalue(fixture)(size).run(work)
+    return True

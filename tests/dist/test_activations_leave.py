@@ -69,9 +69,13 @@ def test_to_the_bit(ranks, name, p, fails):
 def test_what_is_held_is_what_was_planned(ranks, name):
     """After each pass, in activations of a stage."""
     schedule = offloaded(build(name, 4, 8), 'all')
+    require_planned(schedule, ranks(4).run(executed, schedule))
+
+
+def require_planned(schedule, results):
     ones = (1.0,) * schedule.num_stages
     planned = live(schedule, Costs.of(ones, ones, ones))
-    assert [tuple(held) for *_, held in ranks(4).run(executed, schedule)] == list(planned)
+    assert [tuple(held) for *_, held in results] == list(planned)
 
 
 def test_what_the_planner_decides_per_stage_runs(ranks):
@@ -85,15 +89,17 @@ def test_what_the_planner_decides_per_stage_runs(ranks):
     again = Schedule.from_json(schedule.to_json())
     results = ranks(2).run(executed, again)
     require_same(schedule, (made for made, *_ in results))
-    ones = (1.0,) * schedule.num_stages
-    planned = live(schedule, Costs.of(ones, ones, ones))
-    assert [tuple(held) for *_, held in results] == list(planned)
+    require_planned(schedule, results)
 
 
 def saved(tensor, weight, kept):
     """Three products: of views of one storage, of what somebody holds, of a parameter."""
     first, second = tensor.exp().chunk(2)
     return (first * second * kept * weight).sum()
+
+
+def packing(bundle):
+    return torch.autograd.graph.saved_tensors_hooks(bundle.pack, bundle.unpack)
 
 
 def gradients_of(bundle=None, moves=True):
@@ -104,7 +110,7 @@ def gradients_of(bundle=None, moves=True):
         saved(tensor, weight, kept).backward()
     else:
         bundle._staying = {weight.untyped_storage()._cdata}
-        with torch.autograd.graph.saved_tensors_hooks(bundle.pack, bundle.unpack):
+        with packing(bundle):
             loss = saved(tensor, weight, kept)
         bundle.begin_out()
         bundle.leave()
@@ -150,7 +156,7 @@ def test_quantized_weights_are_not_known_by_a_place():
 def test_small_tensors_stay():
     bundle = SavedActivations(Copies(CPU), frozenset(), small=16)
     tensor = torch.ones(8, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(bundle.pack, bundle.unpack):
+    with packing(bundle):
         loss = tensor.exp().sum()
     bundle.begin_out()
     assert bundle.bytes.moved == 0 and bundle.bytes.stayed == {'small tensors': 32}
@@ -163,7 +169,7 @@ def test_a_small_part_takes_along_what_it_is_of():
     """Memory of which only a row is saved would stay as a whole."""
     bundle = SavedActivations(Copies(CPU), frozenset(), small=16)
     weight = torch.ones(4, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(bundle.pack, bundle.unpack):
+    with packing(bundle):
         loss = (torch.ones(256)[:4] * weight).sum()
     bundle.begin_out()
     bundle.leave()
@@ -180,7 +186,7 @@ def test_memory_is_freed_when_it_leaves():
     bundle = SavedActivations(Copies(CPU), frozenset(), small=1)
     received = torch.ones(64).requires_grad_()
     bundle.take(received)
-    with torch.autograd.graph.saved_tensors_hooks(bundle.pack, bundle.unpack):
+    with packing(bundle):
         made = received.exp()
         gone = StorageWeakRef(made.untyped_storage())
         loss = (made * received).sum()
@@ -194,14 +200,6 @@ def test_memory_is_freed_when_it_leaves():
     (expected.exp() * expected).sum().backward()
     assert torch.equal(received.grad, expected.grad)
     assert torch.equal(received, torch.ones(64))
-
-
-def test_slabs_are_used_again():
-    engine = Copies(CPU)
-    storage = torch.ones(100).untyped_storage()
-    slab, _ = engine.out([storage])
-    engine.back(slab, [storage])
-    assert engine.out([storage])[0] is slab
 
 
 def test_slabs_of_passes_that_differ():
@@ -290,9 +288,3 @@ def test_time_is_as_simulated(name, k):
     case = Case(name, k, sizes=Sizes(0.1, MIB), rounds=4, realtime=os.geteuid() == 0)
     found = measured(case)
     assert found.seconds == pytest.approx(found.simulated, rel=0.03)
-
-
-def test_what_makes_no_sense(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(['--ms', '0'])
-    assert 'give numbers above 0' in capsys.readouterr().err

@@ -28,14 +28,11 @@ from megatron_zbpp.techniques.offload import offloaded
 from megatron_zbpp.techniques.recompute import recomputed
 
 
-def execute(schedule: Schedule, train=True, separate=False, rows=even, receives=LATE):
+def execute(schedule: Schedule, separate=False, rows=even, receives=LATE):
     """Runs `schedule` on each rank: losses and gradients by stage, passes and what was held."""
     programs = lower(schedule, receives)
     pipeline = Pipeline(schedule, rows=rows, programs=programs, separate=separate, kept=False)
-    with torch.set_grad_enabled(train):
-        record = pipeline.run() if train else pipeline.executor().run()
-    if not train:
-        return {s: each.losses for s, each in pipeline.stages.items()}, record.passes, record.live
+    record = pipeline.run()
     require_complete(pipeline)
     return pipeline.made, record.passes, record.live
 
@@ -50,7 +47,7 @@ def require_complete(pipeline):
 def check_run(ranks, schedule, separate=False, rows=even):
     check(schedule)
     receives = LATE if rows is even else BY_TAKER
-    results = ranks(schedule.num_ranks).run(execute, schedule, True, separate, rows, receives)
+    results = ranks(schedule.num_ranks).run(execute, schedule, separate, rows, receives)
     require_same(schedule, (made for made, _, _ in results), rows)
     for order, (_, passes, held) in zip(schedule.passes, results, strict=True):
         assert tuple(passes) == order and held[-1] == 0
@@ -180,14 +177,14 @@ def _fused(order):
 
 
 @pytest.mark.parametrize('name', ['1f1b', 'zb-v'])
-def test_forward_only(ranks, name):
-    schedule = build(name, 2, 4).forward_only()
-    results = ranks(2).run(execute, schedule, False)
-    losses, _ = reference(schedule.num_stages, 4, train=False)
-    last = schedule.placement.only_route[-1]
-    made, _, held = results[last]
-    assert made[schedule.num_stages - 1] == losses
-    assert not any(held), 'evaluation keeps no activations'
+@pytest.mark.on_ranks(2)
+def test_forward_only(name):
+    pipeline = Pipeline(build(name, 2, 4).forward_only(), kept=False)
+    with torch.no_grad():
+        record = pipeline.executor().run()
+    losses, _ = reference(pipeline.schedule.num_stages, 4, train=False)
+    assert all(stage.losses == losses for stage in pipeline.stages.values() if stage.last)
+    assert not any(record.live), 'evaluation keeps no activations'
 
 
 def test_each_pass_lets_go(ranks):
@@ -203,7 +200,6 @@ class Failing(LinearStage):
 
 @pytest.mark.on_ranks(1)
 def test_error_leaves_nothing_behind():
-    """An error in a pass reaches the caller."""
     pipeline = Pipeline(build('zb-h1', 1, 2), stage_class=Failing)
     with pytest.raises(RuntimeError, match=r'^in B$'):
         pipeline.executor().run()
@@ -213,40 +209,33 @@ def test_error_leaves_nothing_behind():
 # ---- R passes: forwards that keep their input only run again; small stages, to the bit.
 
 
-def recompute(schedule):
-    """On each rank, by stage: what it made, what ran twice; what was held, bytes that left."""
-    pipeline = Pipeline(schedule)
-    record = pipeline.run()
-    ran = {stage: each.ran for stage, each in pipeline.stages.items()}
-    return pipeline.made, ran, record.live, pipeline.moved
-
-
+@pytest.mark.on_ranks('p')
 @grid(
     name=('gpipe', '1f1b', 'zb-h1', 'zb-v', 'interleaved', 'po'),
     p=(2, 4),
     amount=('all', 'half'),
     away=(None, None, 'all', 'half', 'all', 'all'),
 )
-def test_recomputed_to_the_bit(ranks, name, p, amount, away):
+def test_recomputed_to_the_bit(name, p, amount, away):
     """Also where inputs of what runs again, and what else is held, are on the host meanwhile."""
     schedule = recomputed(build(name, p, 8), amount)
     if away:
         schedule = offloaded(schedule, away)
     again = {task.stage for task in schedule.graph.needs if task.kind == 'R'}
+    gone = {each.stage for _, each in schedule if each.kind == 'O'}
+    pipeline = Pipeline(schedule)
+    held, rank = pipeline.run().live, pipeline.rank
+    require_same(schedule, [pipeline.made])
+    for stage, nbytes in pipeline.moved.items():
+        assert stage in gone
+        if stage in again:  # of the first stage that runs again there is no input
+            assert nbytes == (ROWS * WIDTH * 4 if stage else 0)
+    share = len(schedule.placement.stages(rank))
     planned = live(schedule, Costs.uniform(schedule.placement, 1, 1, 1))
-    results = ranks(p).run(recompute, schedule)
-    require_same(schedule, (made for made, *_ in results))
-    gone = {p.stage for _, p in schedule if p.kind == 'O'}
-    for rank, (_, ran, held, moved) in enumerate(results):
-        for stage, nbytes in moved.items():  # of the first stage that runs again there is no input
-            assert stage in gone
-            if stage in again:
-                assert nbytes == (ROWS * WIDTH * 4 if stage else 0)
-        share = len(schedule.placement.stages(rank))
-        assert [each / share for each in held] == list(planned[rank])
-        for stage, passes in ran.items():
-            twice = [(kind, k) for kind in 'FR' for k in range(8)] if stage in again else []
-            assert sorted(passes) == twice
+    assert [each / share for each in held] == list(planned[rank])
+    for number, stage in pipeline.stages.items():
+        twice = [(kind, k) for kind in 'FR' for k in range(8)] if number in again else []
+        assert sorted(stage.ran) == twice
 
 
 # ---- The executor runs a forward and a backward as one, where it is given what does that.

@@ -85,7 +85,6 @@ class Replica(Pipeline):
         return self.made
 
     def evaluate(self):
-        """Losses by stage, of forwards only."""
         receives = LATE if self.rows is even else BY_TAKER
         executor = self.executor(lower(evaluation(self.schedule), receives)[self.rank])
         with torch.no_grad():
@@ -144,7 +143,6 @@ def test_every_family(ranks, name, p, m, mode):
     rows=(even, uneven),
 )
 def test_receives_posted_at_another_time(ranks, name, receives, mode, rows):
-    """By default they are late: see all other tests."""
     check_lives(ranks, [build(name, 4, 8)], mode, rows=rows, receives=receives)
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from stages import CPU, Pipeline, message_of, require_same, uneven
 
 from megatron_zbpp import Costs, check, simulate, techniques
@@ -30,6 +31,7 @@ from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.techniques.base import Technique
 
 PLACEMENT = Placement.loop(2)
+NOWHERE = object()  # channels that nothing is sent through
 ORDERS = ('0F0 0Y0 0F1 0Y1 0X0 0BW0 0X1 0BW1', '1F0 1Y0 1X0 1B0 1F1 1Y1 1W0 1X1 1B1 1W1')
 
 
@@ -129,27 +131,22 @@ class Comparing:
         return {}
 
 
-def execute():
-    own = Comparing()
+@pytest.mark.on_ranks(2)
+def test_it_runs():
+    """Each X gets the samples of both stages, in their order, and gradients are as without it."""
+    own, rank = Comparing(), dist.get_rank()
     sample = Message((3,), torch.float64, CPU), Message((2,), torch.int16, CPU)
     actions = {'Y': own.sample, 'X': own.compare}
     pipeline = Pipeline(schedule(), kept=False, actions=actions, messages={'sample': sample})
-    return pipeline.run().passes, own.seen, pipeline.made
-
-
-def test_it_runs(ranks):
-    """Each X gets the samples of both stages, in their order, and gradients are as without it."""
-    results = ranks(2).run(execute)
-    require_same(schedule(), (made for *_, made in results))
-    for rank, (passes, seen, _) in enumerate(results):
-        assert tuple(passes) == schedule().passes[rank]
-        samples = [[[[10.0 * stage + i] * 3, [stage, i]] for stage in range(2)] for i in range(2)]
-        assert seen == [(f'{rank}X{i}', samples[i]) for i in range(2)]
+    assert tuple(pipeline.run().passes) == schedule().passes[rank]
+    require_same(schedule(), [pipeline.made])
+    samples = [[[[10.0 * stage + i] * 3, [stage, i]] for stage in range(2)] for i in range(2)]
+    assert own.seen == [(f'{rank}X{i}', samples[i]) for i in range(2)]
 
 
 def test_a_message_of_another_shape_is_refused():
     parts = Message((3,), torch.float64, CPU), Message((2,), torch.int16, CPU)
-    fixed = messages(Nowhere(), message_of(), {'sample': parts})
+    fixed = messages(NOWHERE, message_of(), {'sample': parts})
     hand = Hand(Pass('Y', 0, 0), Pass('X', 0, 0), 'sample')
     good = torch.zeros(3, dtype=torch.float64), torch.zeros(2, dtype=torch.int16)
     assert fixed.checked(good, hand) is good
@@ -159,18 +156,13 @@ def test_a_message_of_another_shape_is_refused():
     with pytest.raises(ValueError, match=r'takes \(3, 6\) of torch.float32: every'):
         fixed.checked(good, hand._replace(message='gradient'))
     with pytest.raises(NotImplementedError, match='messages sample beside some whose shapes vary'):
-        messages(Nowhere(), message_of(uneven), {'sample': parts})
-
-
-class Nowhere:
-    """Channels that nothing is sent through."""
+        messages(NOWHERE, message_of(uneven), {'sample': parts})
 
 
 def refusal(program, **options):
-    """Return why an executor without stages and neighbours refuses a program."""
     store = WeightGradStore()
     with pytest.raises(NotImplementedError) as error:
-        Executor(program, {}, Nowhere(), message_of(), store, HostClock(), **options)
+        Executor(program, {}, NOWHERE, message_of(), store, HostClock(), **options)
     return str(error.value)
 
 

@@ -9,9 +9,11 @@ from recorded import device
 
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
+pytestmark = pytest.mark.on_device
+
 
 def seen(work, *args):
-    """In the process: what `work` leaves in the log."""
+    """What `work` leaves in the log."""
     with device.recording() as order:
         work(*args)
     return [*map(str, order.races)], [wait.what for wait in order.waits]
@@ -126,17 +128,17 @@ SEEDED = {
 
 
 @pytest.mark.parametrize('broken', SEEDED)
-def test_a_seeded_race_is_found(cuda, broken):
+def test_a_seeded_race_is_found(broken):
     """And nothing is said of the same with what is missing there."""
     work, said = SEEDED[broken]
-    (race,), _ = cuda(seen, work, False)
+    (race,), _ = seen(work, False)
     assert said in race
-    assert cuda(seen, work, True)[0] == []
+    assert seen(work, True)[0] == []
 
 
 @pytest.mark.parametrize('how', ['an event', 'the host'])
-def test_other_ways_to_wait(cuda, how):
-    assert cuda(seen, reads_on_another, how)[0] == []
+def test_other_ways_to_wait(how):
+    assert seen(reads_on_another, how)[0] == []
 
 
 # by what is asked of numbers on the device, page-locked memory, and a stream
@@ -192,13 +194,12 @@ def backward(made, hook):
 
 
 @pytest.mark.parametrize('what', WAITING | RUNNING_ON)
-def test_what_makes_the_host_wait(cuda, what):
-    races, found = cuda(seen, ask, what)
+def test_what_makes_the_host_wait(what):
+    races, found = seen(ask, what)
     assert len(found) == (what in WAITING)
     assert what in WAITING or races == []
 
 
-@pytest.mark.on_device
 def test_events():
     """When an event has happened: not at once, and once the host has waited for a later one."""
 
@@ -216,7 +217,6 @@ def test_events():
     assert first.elapsed_time(second) >= 0
 
 
-@pytest.mark.on_device
 def test_errors():
     """CUDA tells the error of a refusal to who starts a kernel next."""
     memory, runtime = torch.empty(4), torch.cuda.cudart()
@@ -232,7 +232,6 @@ def test_errors():
 
 
 @pytest.mark.parametrize('looks', [False, True])
-@pytest.mark.on_device
 def test_recorded_memory_comes_back_when_the_host_knows(looks):
     with device.recording() as order:
         big, stream = torch.empty(1000, dtype=torch.uint8, device='cuda'), torch.cuda.Stream()
@@ -247,7 +246,6 @@ def test_recorded_memory_comes_back_when_the_host_knows(looks):
     assert order.held == (1000 if looks else 2000)
 
 
-@pytest.mark.on_device
 def test_places():
     """Where tensors are that are made of one on the device, and those that are not."""
     x = torch.ones(2, 2, device='cuda')
@@ -258,7 +256,6 @@ def test_places():
     assert torch.empty(1, pin_memory=True).is_pinned() and not torch.empty(1).is_pinned()
 
 
-@pytest.mark.on_device
 def test_bits_are_the_cpus():
     """And memory that nobody wrote is NaN."""
     found = []

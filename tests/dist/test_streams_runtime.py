@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import tempfile
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
@@ -17,6 +17,10 @@ from megatron_zbpp.guests import side_work
 from megatron_zbpp.guests.side_work import SideWork
 from megatron_zbpp.ir import B, F, Pass
 from megatron_zbpp.post_validation import speculative_step, watch
+from megatron_zbpp.runtime.activations import host_memory
+from megatron_zbpp.runtime.activations.bundle import SavedActivations
+from megatron_zbpp.runtime.activations.copies import Copies
+from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.clock import Record, clock_for
 from megatron_zbpp.runtime.compat import unseen_by_autograd
 from megatron_zbpp.runtime.guard.activities import Tracker
@@ -25,6 +29,7 @@ from megatron_zbpp.runtime.measure import Iteration
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.schedules import build
 
+pytestmark = pytest.mark.on_device
 DEVICE = torch.device('cuda', 0)
 GPU = 1  # that the main thread chooses, of which this device is each
 WIDTH = 4
@@ -43,7 +48,6 @@ def waits(order):
 
 
 @pytest.mark.parametrize('counting', [False, True])
-@pytest.mark.on_device
 def test_marks_wait_for_nothing(counting):
     """Until their seconds are asked for: then the host waits once, for all of them."""
     with recording() as order:
@@ -57,7 +61,6 @@ def test_marks_wait_for_nothing(counting):
         assert all(map(clock.reached, taken))
 
 
-@pytest.mark.on_device
 def test_a_side_task_looks_at_the_clock_amid_an_iteration():
     """The host waits before a step and behind it, outside of passes; later marks have seconds."""
     first, second = Pass(F, 0, 0), Pass(B, 0, 0)
@@ -82,7 +85,6 @@ def test_a_side_task_looks_at_the_clock_amid_an_iteration():
     assert end <= start
 
 
-@pytest.mark.on_device
 def test_weight_gradients():
     """W on the device: accumulated without a look at them."""
     with recording() as order:
@@ -115,7 +117,6 @@ def stepped(on, in_place):
 
 @pytest.mark.parametrize('kept_bytes', [0, 4096], ids=['nothing kept', 'some kept'])
 @pytest.mark.parametrize('in_place', [True, False], ids=['fp32', 'bf16'])
-@pytest.mark.on_device
 def test_trial_step(in_place, kept_bytes):
     found = []
     for on in ('cpu', DEVICE):
@@ -136,7 +137,6 @@ def test_trial_step(in_place, kept_bytes):
     assert found[0][0] != found[0][1], 'the speculative step took a step'
 
 
-@pytest.mark.on_device
 def test_plain_memory_in_a_trial_would_be_seen():
     plain = mock.patch.object(speculative_step, '_aside', lambda p: p.detach().to('cpu', copy=True))
     with recording() as order, plain:
@@ -146,41 +146,21 @@ def test_plain_memory_in_a_trial_would_be_seen():
     assert waits(order) == [each for each in directions for _ in range(3)]
 
 
-class Stalled:
+def stalled(clock):
     """Stands for an executor whose device never comes to the end of its first pass."""
-
-    def __init__(self, clock):
-        self.program, self.clock = (Pass(B, 0, 0),), clock
-        self.record = Record([Pass(B, 0, 0)], [(clock.mark(), clock.mark())])
-        self.current, self.awaiting = Pass(B, 0, 0), False
-        self.channels = mock.Mock(leaving=None, ranks=[0])
-        self.transfers = mock.Mock(waits=None)
-
-
-class Passes:
-    """What the watchdog's threads ask of an iteration that does not end."""
-
-    def __init__(self, executor):
-        self.tracker, self.over = Tracker(executor), False
-
-    def ended(self):
-        pass
-
-    def beat(self):
-        return None if self.over else self.tracker.position()
-
-    def lost(self):
-        return False
-
-    def standing(self):
-        return self.tracker.standing()
-
-    def waits(self):
-        return self.tracker.waits()
+    first = Pass(B, 0, 0)
+    return SimpleNamespace(
+        program=(first,),
+        clock=clock,
+        record=Record([first], [(clock.mark(), clock.mark())]),
+        current=first,
+        awaiting=False,
+        channels=SimpleNamespace(leaving=None, ranks=[0]),
+        transfers=SimpleNamespace(waits=None),
+    )
 
 
 @pytest.mark.parametrize('sound', [True, False])
-@pytest.mark.on_device
 def test_each_thread_of_the_watchdog_enters_the_device(sound):
     """A thread starts on GPU 0, where the first question would make a context."""
     ended, codes = threading.Event(), []
@@ -205,10 +185,13 @@ def test_each_thread_of_the_watchdog_enters_the_device(sound):
             mock.patch.object(os, '_exit', leave),
             mock.patch.object(multiprocessing, 'active_children', list),
         ):
-            passes = Passes(Stalled(clock_for(DEVICE)))
+            tracker, nothing = Tracker(stalled(clock_for(DEVICE))), lambda: None
+            # an iteration that does not end
+            passes = SimpleNamespace(ended=nothing, beat=tracker.position, lost=lambda: False)
+            passes.standing, passes.waits = tracker.standing, tracker.waits
             with watchdog._watching(passes):
                 assert ended.wait(60), 'the watchdog did not see the stall'
-            passes.over = True
+            passes.beat = nothing
             watchdog.stop()
             said.seek(0)
             words = said.read().decode()
@@ -236,7 +219,6 @@ def errors_to_file():
 
 
 @pytest.mark.parametrize('read', ['result', 'root'])
-@pytest.mark.on_device
 def test_a_reduction_is_read_before_forwards_that_run_ahead_have_ended(read):
     """The host waits for the reduction, and not for what was started behind it."""
     from megatron_zbpp.mcore.optimizer.split_step import Reduction
@@ -256,7 +238,6 @@ def test_a_reduction_is_read_before_forwards_that_run_ahead_have_ended(read):
     assert order.races, 'what runs ahead need not have ended'
 
 
-@pytest.mark.on_device
 def test_ranks_agree_on_weights_without_waiting_for_passes():
     """Neither where the question is asked, behind forwards that ran ahead, nor at its answer."""
     from megatron_zbpp.mcore.optimizer.early_steps import Agreement
@@ -275,7 +256,6 @@ def test_ranks_agree_on_weights_without_waiting_for_passes():
     assert order.races, 'passes need not have ended'
 
 
-@pytest.mark.on_device
 def test_buffers_that_forwards_ahead_write_are_set_back_without_a_look():
     from megatron_zbpp.mcore import side_effects
 
@@ -291,3 +271,132 @@ def test_buffers_that_forwards_ahead_write_are_set_back_without_a_look():
         assert model.count.tolist() == [0.0] * WIDTH
         effects.commit()
         assert model.count.tolist() == [1.0] * WIDTH
+
+
+# ---- Copies of activations, and the page-locked memory that they go to.
+
+
+ONES = 2**18
+BOTH_WAYS = 2  # streams of copies
+_unlock = host_memory._unlock
+
+
+def leaving(say=None):
+    """A store, and the loss of a forward that is to leave by it."""
+    store = ActivationStore(DEVICE, say, small=1)
+    received = torch.ones(ONES, device=DEVICE).requires_grad_()
+    with store.packing((0, 0, 0), received):
+        loss = received.exp().sum()
+    return store, received, loss
+
+
+def test_a_refusal_names_the_cure_and_is_forgotten():
+    """CUDA tells an error to who starts a kernel next, which is none of ours."""
+    said = []
+    store, received, loss = leaving(said.append)
+    with device.refusing(2):
+        store.begin_out((0, 0, 0))
+    store.bundles[0, 0, 0].leave()
+    assert not store.away
+    with store.during_backward((0, 0, 0)):
+        loss.backward()
+    assert torch.equal(received.grad.cpu(), torch.ones(ONES).exp())
+    (message,) = said
+    assert '2.0 MiB of host memory cannot be page-locked (CUDA error 2)' in message
+    assert message.endswith('or offload fewer chunks')
+
+
+@pytest.mark.parametrize('sound', [True, False])
+def test_memory_is_unlocked_before_it_is_freed(sound):
+    """Behind its copies; at once is a seeded race."""
+    at_once = mock.patch.object(host_memory, '_unlock', lambda cuda, at, _: _unlock(cuda, at, ()))
+    with device.recording() as order, nullcontext() if sound else at_once:
+        store, received, loss = leaving()
+        store.begin_out((0, 0, 0))
+        store.bundles[0, 0, 0].leave()
+        assert store.away and not device.look(order).waits
+        (nbytes,) = order.locked.values()
+        assert nbytes >= received.nbytes
+        store.bundles[0, 0, 0].begin_back()
+        with store.during_backward((0, 0, 0)):
+            loss.backward()
+        assert device.look(order).locked, 'it is for what leaves next'
+        del store, loss
+        assert not device.look(order).locked
+    assert [wait.what for wait in order.waits] == ['stream.synchronize'] * BOTH_WAYS * sound
+    assert bool(order.races) != sound
+    assert all('free for unlock on the host' in str(race) for race in order.races)
+
+
+def test_memory_that_is_too_small_is_unlocked_between_iterations():
+    """Not before: copies may be under way, and a driver may wait for the whole device."""
+    with device.recording() as order:
+        engine = Copies(DEVICE)
+        for size in (100, 150):
+            engine.free(engine.out([engine.allocate(100 * size)])[0])
+        assert len(device.look(order).locked) == 2 and not order.waits
+        engine.finish()
+        (nbytes,) = device.look(order).locked.values()
+        assert nbytes >= 15000 and len(order.waits) == BOTH_WAYS
+    assert not order.races
+
+
+def test_copies_in_both_directions_at_once():
+    """What comes back, which the passes wait for, is there whether or not what leaves has left."""
+    with device.recording() as order:
+        engine = Copies(DEVICE)
+        first, second, back = (engine.allocate(2048) for _ in '123')
+        left, written = engine.out([first])
+        engine.wait(written)
+        slab, _ = engine.out([second])
+        engine.wait(engine.back(left, [back]))
+        assert not device.look(order).races and not order.waits
+        device.launch('a pass', [], [slab])
+    (race,) = map(str, order.races)
+    assert race.startswith('a pass on stream 0') and 'wait for copy to the host' in race
+
+
+@pytest.mark.parametrize('sound', [True, False])
+def test_memory_of_the_host_is_used_again_behind_what_has_read_it(sound):
+    with device.recording() as order:
+        engine = Copies(DEVICE)
+        storage = engine.allocate(2048)
+        left, written = engine.out([storage])
+        engine.wait(written)
+        engine.back(left, [storage])  # nobody waits for it, as where an iteration is dropped
+        if not sound:
+            engine._read.clear()
+        again, _ = engine.out([engine.allocate(2048)])
+        assert again is left
+    assert bool(order.races) != sound
+    assert all('does not wait for copy to the device' in str(race) for race in order.races)
+
+
+def test_nothing_to_copy_locks_nothing():
+    """Nor is anything said: a driver refuses to lock no bytes."""
+    with device.recording() as order:
+        engine = Copies(DEVICE)
+        slab, mark = engine.out([])
+        engine.wait(mark)
+        engine.free(slab)
+    assert order.page_locked == []
+
+
+def test_copies_beside_the_passes_are_in_order():
+    """Each use of memory comes behind the copy or the pass before it."""
+    with device.recording() as order:
+        bundle = SavedActivations(Copies(DEVICE), frozenset(), small=1)
+        received = torch.ones(64, device=DEVICE).requires_grad_()
+        bundle.take(received)
+        with torch.autograd.graph.saved_tensors_hooks(bundle.pack, bundle.unpack):
+            loss = (received.exp() * received).sum()
+        bundle.begin_out()
+        bundle.leave()
+        assert bundle.away
+        bundle.begin_back()
+        loss.backward()
+        bundle.drop()
+        (locked,) = device.look(order).locked.values()
+        assert locked >= bundle.bytes.moved > 0
+    assert not order.races and not order.waits
+    assert torch.equal(received.grad.cpu(), 2 * torch.ones(64).exp())

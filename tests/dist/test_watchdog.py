@@ -3,8 +3,11 @@
 import json
 import os
 import re
+import signal
 import sys
+import time
 
+import psutil
 import pytest
 from commands import run
 from paths import ROOT, SUPPORT
@@ -14,30 +17,12 @@ from megatron_zbpp.runtime.guard.watchdog import EXIT_CODE, Watchdog
 
 TIMEOUT = 5.0
 MISHAPS = ['SIGKILL', 'SIGSTOP', 'exception', 'wrong shape', 'stuck']
-FROM_1 = 'from pipeline rank 1 (global rank 1)'
-# phase: the pass of rank 1 in which it happens, and by other rank: what it waits to run, and for
+# phase: the pass of rank 1 in which it happens; of ranks 0 and 2, the pass that each waits to run
+# for a gradient and an output of a microbatch of stage 1
 PHASES = {
-    'warm-up': (
-        '1F1',
-        {
-            0: ('0B0', f'gradient of stage 1 microbatch 0 {FROM_1}'),
-            2: ('2F1', f'output of stage 1 microbatch 1 {FROM_1}'),
-        },
-    ),
-    'steady': (
-        '1B2',
-        {
-            0: ('0B2', f'gradient of stage 1 microbatch 2 {FROM_1}'),
-            2: ('2F4', f'output of stage 1 microbatch 4 {FROM_1}'),
-        },
-    ),
-    'cool-down': (
-        '1B5',
-        {
-            0: ('0B5', f'gradient of stage 1 microbatch 5 {FROM_1}'),
-            2: (None, 'the other ranks of the pipeline to end their passes'),
-        },
-    ),
+    'warm-up': ('1F1', ('0B0', 0), ('2F1', 1)),
+    'steady': ('1B2', ('0B2', 2), ('2F4', 4)),
+    'cool-down': ('1B5', ('0B5', 5), (None, None)),
 }
 
 
@@ -50,7 +35,7 @@ CASES = {
     **{
         f'{mishap} in {phase}': case(mishap, where)
         for mishap in MISHAPS
-        for phase, (where, _) in PHASES.items()
+        for phase, (where, *_) in PHASES.items()
     },
     'wrong type': case('wrong type', '1F1'),
     'far away': case('SIGSTOP', '0F3', 4, 'zb-v'),
@@ -107,7 +92,10 @@ def blamed(rank, culprit):
 def test_others_report_and_exit(ended, mishap, phase):
     schedule = build('zb-h1', 3, 6)
     ranks = ended[f'{mishap} in {phase}']
-    for other, (now, awaited) in PHASES[phase][1].items():
+    for other, (now, microbatch) in zip((0, 2), PHASES[phase][1:], strict=True):
+        what = f'{"output" if other else "gradient"} of stage 1 microbatch {microbatch}'
+        awaited = f'{what} from pipeline rank 1 (global rank 1)'
+        awaited = awaited if now else 'the other ranks of the pipeline to end their passes'
         title, fields = blamed(ranks[other], 1)
         assert title.startswith(f'global rank {other} on ')
         order = schedule.passes[other]
@@ -230,7 +218,6 @@ def test_pause(tmp_path, limit):
 
 
 def test_pauses_are_long():
-    """Unless something else is asked for."""
     assert Watchdog(1)._pause_timeout == 600
     assert Watchdog(300)._pause_timeout == 3000
 
@@ -240,3 +227,67 @@ def test_negative_timeout_is_refused():
         Watchdog(-1)
     with pytest.raises(ValueError, match='-1 is negative'):
         Watchdog(1, -1)
+
+
+# ---- Children of a process that is killed.
+
+
+PROGRAM = """
+import multiprocessing, os, signal, sys, threading, time
+from multiprocessing import resource_tracker
+from megatron_zbpp.runtime.guard.watchdog import end_with_parent
+
+def say(*pids):  # in one piece: a child may write into the same pipe
+    os.write(1, f"{' '.join(map(str, pids))}\\n".encode())
+
+def fork():
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    say(child)
+
+def spawn():  # as Megatron does for the queue of its writers
+    global manager
+    manager = multiprocessing.get_context('spawn').Manager()
+    say(manager._process.pid, resource_tracker._resource_tracker._pid)
+
+how, bound, place = sys.argv[1:]
+start = {'fork': fork, 'spawn': spawn}[how]
+if bound == 'bound':
+    end_with_parent()
+if place == 'thread':
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    time.sleep(0.5)  # the thread has ended: its child has not
+else:
+    start()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='by a call of Linux')
+@pytest.mark.parametrize(
+    ('bound', 'place', 'lives'),
+    [('bound', 'main', False), ('bound', 'thread', True), ('as it was', 'main', True)],
+)
+@pytest.mark.parametrize('how', ['fork', 'spawn'])
+def test_children_of_a_killed_process(how, bound, place, lives):
+    command = [sys.executable, '-c', PROGRAM, how, bound, place]
+    done = run(command, env={'PYTHONPATH': str(ROOT)})
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    children = [int(pid) for pid in done.stdout.split()]
+    assert len(children) == (2 if how == 'spawn' else 1)
+    try:
+        deadline = time.monotonic() + (1 if lives else 60)
+        while any(map(_runs, children)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert [*map(_runs, children)] == [lives] * len(children)
+    finally:
+        for child in filter(_runs, children):
+            psutil.Process(child).kill()
+
+
+def _runs(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

@@ -45,22 +45,6 @@ def test_shared_parameter_accumulates_once():
     assert hooks == [3.0]
 
 
-def test_layers_are_visited_as_backward_does_and_freed():
-    store = WeightGradStore()
-    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
-    visited = []
-
-    def compute(layer):
-        visited.append(layer)
-        return [torch.ones(1)]
-
-    with backward(store):
-        for layer in (2, 1, 0):  # backward defers the last layer first
-            store.defer([weights[layer]], lambda layer=layer: compute(layer))
-    store.run((0, 0))
-    assert visited == [2, 1, 0]
-
-
 def test_communication_starts_one_layer_ahead():
     """And of what waits, several layers' shares of one tensor count once."""
     store = WeightGradStore()

@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from example import forget_groups, program, words
+from example import forget_groups, program, small_config, words
 
 import megatron_zbpp
 from megatron_zbpp.analysis.memory import live
@@ -130,50 +130,36 @@ def check_bytes(schedule, rank, held):
 
 
 SEQUENCE, MICRO_BATCH, HIDDEN, HEADS = 64, 2, 64, 4
-SIZES = {
-    'hidden_size': HIDDEN,
-    'num_attention_heads': HEADS,
-    'seq_length': SEQUENCE,
-    'micro_batch_size': MICRO_BATCH,
-    'ffn_hidden_size': None,
-    'kv_channels': None,
-    'num_query_groups': 1,
-    'group_query_attention': False,
-    'num_experts': None,
-    'multi_latent_attention': False,
-    'swiglu': False,
-    'context_parallel_size': 1,
-    'tensor_model_parallel_size': 1,
-    'sequence_parallel': False,
-    'hidden_dropout': 0.0,
-    'recompute_granularity': None,
-    'bf16': True,
-    'fp16': False,
-}
+SIZES = {'hidden_size': HIDDEN, 'num_attention_heads': HEADS, 'seq_length': SEQUENCE}
+SIZES |= {'micro_batch_size': MICRO_BATCH, 'hidden_dropout': 0.0, 'bf16': True, 'fp16': False}
+SIZES |= dict.fromkeys(['ffn_hidden_size', 'kv_channels', 'num_experts', 'recompute_granularity'])
+ONES = ['num_query_groups', 'context_parallel_size', 'tensor_model_parallel_size']
+OFF = ['group_query_attention', 'multi_latent_attention', 'swiglu', 'sequence_parallel']
+SIZES |= dict.fromkeys(ONES, 1) | dict.fromkeys(OFF, False)
+GROUPED = {'group_query_attention': True, 'num_query_groups': 2}
 CASES = {
     'one rank': {},
     'tensor parallel': {'tensor_model_parallel_size': 2},
     'sequence parallel': {'tensor_model_parallel_size': 2, 'sequence_parallel': True},
-    'SwiGLU, grouped queries': {
-        'swiglu': True,
-        'ffn_hidden_size': 160,
-        'group_query_attention': True,
-        'num_query_groups': 2,
-    },
+    'SwiGLU, grouped queries': {'swiglu': True, 'ffn_hidden_size': 160, **GROUPED},
     'fp32': {'bf16': False},
     'full recompute': {'recompute_granularity': 'full'},
 }
 
 
-def measured(sizes):
+@pytest.mark.on_ranks(2)
+@pytest.mark.parametrize('case', CASES)
+def test_a_layer_holds_what_the_doctor_says(case):
     """Bytes that one layer of Megatron's holds from F to B, and from B to W."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlock
     from specs import SequenceParallelNorm
 
+    from megatron_zbpp.mcore.job.model_shape import layer_memory
+
+    sizes = SIZES | CASES[case]
     args = Namespace(**sizes)
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     full = args.recompute_granularity == 'full'
@@ -181,16 +167,13 @@ def measured(sizes):
         with megatron_zbpp.enable('zb-h1') as plugin:
             parallel_state.initialize_model_parallel(args.tensor_model_parallel_size)
             model_parallel_cuda_manual_seed(1)
-            config = TransformerConfig(
-                num_layers=1,
-                hidden_size=HIDDEN,
-                num_attention_heads=HEADS,
+            kind = torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu
+            config = small_config(
+                *(1, HIDDEN, HEADS),
                 ffn_hidden_size=args.ffn_hidden_size,
                 num_query_groups=args.num_query_groups if args.group_query_attention else None,
                 gated_linear_unit=args.swiglu,
-                activation_func=torch.nn.functional.silu
-                if args.swiglu
-                else torch.nn.functional.gelu,
+                activation_func=kind,
                 add_bias_linear=not args.swiglu,
                 tensor_model_parallel_size=args.tensor_model_parallel_size,
                 sequence_parallel=args.sequence_parallel,
@@ -223,20 +206,11 @@ def measured(sizes):
                 output.backward(torch.randn_like(output))
             retained = store.held((0, 0))
             store.clear()
-        return activation, retained
     finally:
         forget_groups()
-
-
-@pytest.mark.parametrize('case', CASES)
-def test_a_layer_holds_what_the_doctor_says(ranks, case):
-    from megatron_zbpp.mcore.job.model_shape import layer_memory
-
-    sizes = SIZES | CASES[case]
-    said = layer_memory(Namespace(**sizes))
-    for activation, retained in ranks(2).run(measured, sizes):
-        assert retained == said.retained
-        if sizes['swiglu']:  # without its kernel torch keeps the halves, and what they make
-            assert activation > said.activation
-        else:
-            assert activation == pytest.approx(said.activation, rel=0.05)
+    said = layer_memory(args)
+    assert retained == said.retained
+    if args.swiglu:  # without its kernel torch keeps the halves, and what they make
+        assert activation > said.activation
+    else:
+        assert activation == pytest.approx(said.activation, rel=0.05)

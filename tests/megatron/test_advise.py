@@ -13,6 +13,7 @@ import pytest
 from forked import run
 from jsonschema import Draft202012Validator
 from paths import ROOT
+from tables import rows_of
 
 from megatron_zbpp.cli import main
 from megatron_zbpp.emulation import cpu
@@ -233,31 +234,11 @@ def test_printed(capsys, monkeypatch) -> None:
     )
 
 
-REFUSED = {
-    'too little': (
-        asked(f'{LINE} --micro-batch-size 2', '--memory', '4.0001GiB', '--schedules', '1f1b'),
-        r'nothing fits 4\.00 GiB on each of 8 GPUs: the least is 4\.0\d GiB .*give --memory 5GiB',
-    ),
-    'no vocabulary': (asked(LINE, rates='--tflops 1'), 'it has no --vocab-size: give --vocab'),
-    'no rates': (asked(LINE, rates='--vocab 128'), 'give --tflops, what a matrix product reaches'),
-    'no hidden size': (asked(LINE.replace('--hidden-size 64', '')), '--hidden-size is missing'),
-    'no batch': (
-        asked(LINE.replace('--micro-batch-size 1 --global-batch-size 16', '')),
-        '--global-batch-size is missing: add it',
-    ),
-    'auto': (asked(f'{LINE} --pipeline-schedule auto'), 'auto is no schedule by name'),
-    'a file': (asked(f'{LINE} --pipeline-schedule-file x.json'), 'schedule-file is no schedule by'),
-    'GPUs': (asked(LINE, '--gpus', '6'), '6 GPUs do not divide by tp 2 x cp 1 x pp 2'),
-    'a shape beside it': (asked(LINE, '--hidden', '64'), '--hidden is in the launch line: leave'),
-    'two-way': (asked(LINE, '--schedules', 'chimera'), '--schedules chimera: advice is for whole'),
-}
-
-
-@pytest.mark.parametrize('name', REFUSED)
-def test_what_cannot_work(name: str, capsys) -> None:
-    """One line that names the value and the cure."""
-    words, told = REFUSED[name]
-    assert main(words) == 2
+@pytest.mark.parametrize(('line', 'told'), rows_of('refused_lines.txt', 'zbpp advise'))
+def test_what_cannot_work(line: str, told: str, capsys) -> None:
+    for name, words in (('LINE', LINE), ('RATES', RATES), ('TORCHRUN', TORCHRUN)):
+        line = line.replace(name, words)
+    assert main(['advise', '--gpus', '8', '--memory', '5GiB', *line.split()]) == 2
     said = capsys.readouterr().err
     assert said.count('\n') == 1 and re.search(told, said), said
 
@@ -344,18 +325,11 @@ def test_doctor_and_advise_agree(machine: str, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ('words', 'rates', 'told'),
-    [
-        ('', '', 'it has no --vocab-size: give --vocab'),
-        ('--pipeline-schedule zb-v --pipeline-slices 2', RATES, 'leave out --pipeline-slices 2'),
-        ('--pipeline-schedule po --pipeline-offload half', RATES, 'leave out --pipeline-offload'),
-        ('--pipeline-schedule chimera', RATES, 'chimera is not among what advise weighs'),
-        ('--pipeline-schedule auto', RATES, '--pipeline-schedule auto is no schedule by name'),
-    ],
+    ('words', 'rates', 'told'), rows_of('refused_lines.txt', 'memory that is not predicted')
 )
 def test_memory_that_is_not_predicted(words: str, rates: str, told: str, capsys) -> None:
-    """The reason is said, and no number is."""
-    found = doctored(capsys, f'{LINE} {words}'.split(), *rates.split())['predicted']
+    given = {'RATES': RATES.split(), 'none': []}[rates]
+    found = doctored(capsys, f'{LINE} {words}'.split(), *given)['predicted']
     assert not found['nbytes'] and found['seconds'] is None
     (note,) = found['notes']
     assert note.startswith('memory in GiB is not predicted: ') and told in note

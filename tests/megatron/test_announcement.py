@@ -80,7 +80,6 @@ def test_an_asynchronous_schedule_says_that_it_trains_another_model():
 
 
 def test_whose_norm_clips_is_told():
-    """Where stages can have their own, and where not."""
     said = []
     log = logging.getLogger('megatron_zbpp.job')
     with mock.patch.object(log, 'handle', lambda record: said.append(record.getMessage())):

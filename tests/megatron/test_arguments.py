@@ -5,6 +5,7 @@ import json
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from parsed_flags import MEGATRONS, PLACED, parse, parsed, refused
 
 from megatron_zbpp.ir import files
@@ -99,9 +100,13 @@ def test_deferral_of_the_embedding_is_superseded(ranks):
 )
 def test_numbers_of_microbatches(changes, expected):
     """Each schedule is built before anything starts, so that what it cannot do is said then."""
+    assert sizes_of(**changes).microbatches(4) == expected
+
+
+def sizes_of(**changes):
     from megatron_zbpp.mcore.job.sizes import Sizes
 
-    assert Sizes(argparse.Namespace(**{**MEGATRONS, **changes})).microbatches(4) == expected
+    return Sizes(argparse.Namespace(**{**MEGATRONS, **changes}))
 
 
 @pytest.mark.parametrize(
@@ -118,9 +123,7 @@ def test_numbers_of_microbatches(changes, expected):
 )
 def test_sizes_of_ramp_ups_and_evaluations(changes, expected):
     """Evaluations of an asynchronous schedule drain, by another one."""
-    from megatron_zbpp.mcore.job.sizes import Sizes
-
-    sizes = Sizes(argparse.Namespace(**{**MEGATRONS, **changes}))
+    sizes = sizes_of(**changes)
     for schedule, evaluates in (('zb-v', True), ('pipedream', False)):
         with mock.patch.object(Programs, 'schedule') as made:
             sizes.require_every_size(4, Programs(Settings(schedule)))
@@ -199,47 +202,29 @@ def test_megatrons_list_of_arguments_has_no_flags_of_other_forks():
     assert named.keys() == {*ours, 'enable_zero_bubble'} and named['enable_zero_bubble'] is True
 
 
-@pytest.mark.parametrize(
-    ('flags', 'source', 'instead'),
-    [
-        (['--enable-zero-bubble'], ('zb-1p', None, None), '--pipeline-schedule zb-1p'),
-        (
-            ['--enable-zero-bubble', '--zero-bubble-max-pending-backward', 4],
-            ('zb-1p', None, 4),
-            '--pipeline-schedule zb-1p --pipeline-schedule-memory-limit 4.0',
-        ),
-        (
-            ['--enable-zero-bubble', '--zero-bubble-max-pending-backward', 'auto'],
-            ('zb-1p', None, None),
-            '--pipeline-schedule zb-1p',
-        ),
-        (['--zero-bubble-v-schedule'], ('zb-v', None, None), '--pipeline-schedule zb-v'),
-        (
-            ['--enable-zero-bubble', '--zero-bubble-v-schedule'],
-            ('zb-v', None, None),
-            '--pipeline-schedule zb-v',
-        ),
-        *(
-            (
-                ['--zero-bubble-v-schedule', '--zero-bubble-v-schedule-mem-setup', setup],
-                (name, None, None),
-                f'--pipeline-schedule {name}',
-            )
-            for setup, name in (('zb', 'zb-v'), ('half', 'v-half'), ('min', 'v-min'))
-        ),
-        (['--enable-1f1b-v'], ('1f1b-v', None, None), '--pipeline-schedule 1f1b-v'),
-        (['--enable-zbh1-pipeline'], ('zb-h1', None, None), '--pipeline-schedule zb-h1'),
-        (
-            ['--enable-zbh1-pipeline', '--pipeline-schedule', 'zb-h1'],
-            ('zb-h1', None, None),
-            '--pipeline-schedule zb-h1',
-        ),
-    ],
-    ids=lambda value: ' '.join(map(str, value)) if isinstance(value, list) else '',
-)
-def test_aliases(ranks, flags, source, instead):
-    found = parsed(ranks, *flags)
-    assert found.result.source == source
+ZERO_BUBBLE_V = '--zero-bubble-v-schedule'
+MOST = '--zero-bubble-max-pending-backward'
+# flags of other forks: the schedule that they mean, and a limit of memory
+ALIASES = {
+    '--enable-zero-bubble': 'zb-1p',
+    f'--enable-zero-bubble {MOST} 4': 'zb-1p --pipeline-schedule-memory-limit 4.0',
+    f'--enable-zero-bubble {MOST} auto': 'zb-1p',
+    ZERO_BUBBLE_V: 'zb-v',
+    f'--enable-zero-bubble {ZERO_BUBBLE_V}': 'zb-v',
+    f'{ZERO_BUBBLE_V} --zero-bubble-v-schedule-mem-setup zb': 'zb-v',
+    f'{ZERO_BUBBLE_V} --zero-bubble-v-schedule-mem-setup half': 'v-half',
+    f'{ZERO_BUBBLE_V} --zero-bubble-v-schedule-mem-setup min': 'v-min',
+    '--enable-1f1b-v': '1f1b-v',
+    '--enable-zbh1-pipeline': 'zb-h1',
+    '--enable-zbh1-pipeline --pipeline-schedule zb-h1': 'zb-h1',
+}
+
+
+@pytest.mark.parametrize(('flags', 'meant'), ALIASES.items())
+def test_aliases(ranks, flags, meant):
+    found, instead = parsed(ranks, *flags.split()), f'--pipeline-schedule {meant}'
+    name, *limit = meant.split()
+    assert found.result.source == (name, None, float(limit[1]) if limit else None)
     assert found.said == f'megatron_zbpp: deprecated flags: use {instead}\n'
     again = parsed(ranks, *instead.split())
     assert again.result == found.result and not again.said
@@ -248,23 +233,21 @@ def test_aliases(ranks, flags, source, instead):
 @pytest.mark.parametrize(
     ('flags', 'said'),
     [
-        (['--enable-zb-runtime'], 'every --pipeline-schedule has its runtime'),
-        (['--offload-time', 4], '--pipeline-offload auto measures how long copies take'),
-        (['--auto-offload-time'], '--pipeline-offload auto measures how long copies take'),
-        (['--interleave-group-size', 4], 'a schedule has its own order of microbatches'),
-        (['--allow-padding-num-layers'], 'layers need not divide among the stages'),
-        (['--enable-exactly-numeric-match'], 'all numbers match exactly, always'),
-        (['--zero-bubble-pipeline-timers-end-iter', 9], '--pipeline-schedule-profile-iters'),
-        (['--zero-bubble-max-pending-backward', 4], 'a limit for --enable-zero-bubble alone'),
+        ('--enable-zb-runtime', 'every --pipeline-schedule has its runtime'),
+        ('--offload-time 4', '--pipeline-offload auto measures how long copies take'),
+        ('--auto-offload-time', '--pipeline-offload auto measures how long copies take'),
+        ('--interleave-group-size 4', 'a schedule has its own order of microbatches'),
+        ('--allow-padding-num-layers', 'layers need not divide among the stages'),
+        ('--enable-exactly-numeric-match', 'all numbers match exactly, always'),
+        ('--zero-bubble-pipeline-timers-end-iter 9', '--pipeline-schedule-profile-iters'),
+        (f'{MOST} 4', 'a limit for --enable-zero-bubble alone'),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else '',
 )
 def test_needless_aliases(ranks, flags, said):
-    found = parsed(ranks, '--pipeline-schedule', 'zb-v', *flags)
+    found = parsed(ranks, '--pipeline-schedule', 'zb-v', *flags.split())
     assert found.result.source == ('zb-v', None, None)
-    assert found.said.count('\n') == 1
-    assert found.said.startswith(f'megatron_zbpp: {flags[0]} ')
-    assert 'has no effect' in found.said and said in found.said
+    assert found.said.startswith(f'megatron_zbpp: {flags.split()[0]} ')
+    assert found.said.count('\n') == 1 and 'has no effect' in found.said and said in found.said
 
 
 def test_chunks_to_offload(ranks):
@@ -325,14 +308,11 @@ def test_two_routes_of_another_size(ranks, tmp_path, given):
         path = tmp_path / 'two-ways.json'
         path.write_text(build(flags[1], 2, 4).to_json())
         flags = ['--pipeline-schedule-file', path]
-    said = (
-        'makes 2 ways through the ranks, not 1: say' if given == 'name' else 'give an even number'
-    )
-    assert said in refused(ranks, *flags)
+    said = {'name': 'makes 2 ways through the ranks, not 1: say', 'file': 'give an even number'}
+    assert said[given] in refused(ranks, *flags)
 
 
 def plan_file(folder, layout='Ettt|tL'):
-    """A plan of two ranks and four microbatches."""
     path = folder / 'plan.json'
     schedule = json.loads(build('zb-h1', 2, 4).to_json())
     path.write_text(json.dumps({'layout': layout, 'cuts': [4, 2], 'schedule': schedule}))
@@ -354,18 +334,16 @@ def test_a_plan_of_another_model(ranks, tmp_path, layout, said):
     assert said in refused(ranks, '--pipeline-schedule-file', plan_file(tmp_path, layout))
 
 
-def reads(plan):
-    """How often its file is read while the flags are."""
+@pytest.mark.on_ranks(2)
+def test_a_plan_is_read_once(tmp_path):
+    (folder := tmp_path / str(dist.get_rank())).mkdir()
     with mock.patch.object(files, 'content_of', side_effect=files.content_of) as text:
-        assert parse(['--pipeline-schedule-file', plan], {}).code is None
-    return text.call_count
-
-
-def test_a_plan_is_read_once(ranks, tmp_path):
-    assert ranks(2).run(reads, plan_file(tmp_path)) == [1, 1]
+        assert parse(['--pipeline-schedule-file', plan_file(folder)], {}).code is None
+    assert text.call_count == 1
 
 
 _, EMBEDDING, LOSS, BY_LAYERS, CHUNKS = PLACED
+FIRST, LAST = 'decoder_first_pipeline_num_layers', 'decoder_last_pipeline_num_layers'
 
 
 @pytest.mark.parametrize(
@@ -383,13 +361,9 @@ _, EMBEDDING, LOSS, BY_LAYERS, CHUNKS = PLACED
         ('interleaved', {'num_layers': 8}, 'Ett|tt|tt|ttL'),
         ('interleaved', {'num_layers': 8, BY_LAYERS: 1}, 'Et|t|t|t|t|t|t|tL'),
         ('interleaved', {'num_layers': 7, BY_LAYERS: 1, LOSS: True}, 'Et|t|t|t|t|t|t|L'),
-        ('zb-v', {'num_layers': 7, 'decoder_first_pipeline_num_layers': 2}, 'Et|tt|tt|ttL'),
-        (
-            'interleaved',
-            {'num_layers': 8, CHUNKS: 2, 'decoder_last_pipeline_num_layers': 2},
-            'Ettt|t|ttt|tL',
-        ),
-        ('zb-h1', {'num_layers': 7, 'decoder_first_pipeline_num_layers': 3}, None),
+        ('zb-v', {'num_layers': 7, FIRST: 2}, 'Et|tt|tt|ttL'),
+        ('interleaved', {'num_layers': 8, CHUNKS: 2, LAST: 2}, 'Ettt|t|ttt|tL'),
+        ('zb-h1', {'num_layers': 7, FIRST: 3}, None),
         ('zb-v', {'num_layers': 7, 'mtp_num_layers': 1}, 'Ett|tt|tt|tmL'),
     ],
     ids=str,
@@ -399,10 +373,8 @@ def test_layers_are_placed(ranks, schedule, changes, expected):
     assert found.code is None, found.said
     assert found.result.placed['pipeline_model_parallel_layout'] == expected
     if expected is None:  # Megatron's own
-        assert found.result.placed == {
-            **found.result.placed,
-            **{k: v for k, v in changes.items() if k in PLACED},
-        }
+        given = {name: value for name, value in changes.items() if name in PLACED}
+        assert given.items() <= found.result.placed.items()
     else:
         assert not any(value for name, value in found.result.placed.items() if 'layout' not in name)
 
@@ -417,9 +389,7 @@ def test_layers_are_placed(ranks, schedule, changes, expected):
     ],
 )
 def test_a_hybrid_pattern_is_divided(schedule, pattern, expected):
-    from megatron_zbpp.mcore.job.sizes import Sizes
-
-    sizes = Sizes(argparse.Namespace(**MEGATRONS, hybrid_layer_pattern=pattern))
+    sizes = sizes_of(hybrid_layer_pattern=pattern)
     placed = sizes.with_(sizes.placed(Programs(Settings(schedule)).placement(2)))
     assert placed.hybrid_layer_pattern == expected
     assert placed.pipeline_model_parallel_layout is None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -29,7 +30,7 @@ from megatron_zbpp.mcore.techniques.forwards_in_flight import ForwardsInFlight
 from megatron_zbpp.runtime.endless import EndlessTraining
 from megatron_zbpp.runtime.versions import Corrected
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.on_ranks(1)]
 METHODS = 'pipedream-2bw', 'pipedream', 'paci', 'pipemare', 'wpipe'
 KEEP_OLDER = 'pipedream-2bw', 'pipedream', 'wpipe'
 ITERATIONS, GROWS, EVALUATES, OTHER_DATA, OTHER_MODEL = 7, 2, 3, 4, 5
@@ -75,8 +76,6 @@ class PipeMareByFormula(PipeMare, ByFormula):
 
 
 class ByFormulaOfChunks(ByChunk):
-    """The same for each chunk."""
-
     of_chunk = ByFormula
 
     def begin(self, m: int, fills: bool) -> None:
@@ -197,8 +196,8 @@ def test_what_is_in_flight_runs_again(ranks, data, method, sizes, more):
         assert own == (norms, *other[1:]), rank
 
 
-def read_in_flight() -> list[str]:
-    """On a rank with a pipeline of its own; returns messages of what is refused."""
+def test_data_that_forwards_in_flight_have_read():
+    """Refused on the rank that sees it, unless what is in flight is dropped first."""
     calls = SimpleNamespace(drop=lambda: None, begun_with_next_call=1, versions=None)
     calls.is_ahead = lambda p: True
     session = SimpleNamespace(
@@ -233,12 +232,6 @@ def read_in_flight() -> list[str]:
     flight.drop()
     assert train_on(data, 2) == [2, 3, 4]
     assert train_on(data, 1) == [5, 6]
-    return refused
-
-
-def test_data_that_forwards_in_flight_have_read(ranks):
-    """Refused on the rank that sees it, unless what is in flight is dropped first."""
-    (refused,) = ranks(1).run(read_in_flight)
     assert ['evaluation' in each for each in refused] == [True, False]
 
 
@@ -264,18 +257,28 @@ def test_resumed_as_if_never_ended(ranks, data, tmp_path, method, more):
     ours = ['--pipeline-schedule', method, '--pipeline-clip', 'global']
     more = ['--clip-grad', 0.5, *more.split()]
     whole, before, after, megatron = resumed(ranks, data, tmp_path, 4, ours, *more)
-    assert before.losses + after.losses == whole.losses
-    assert before.grad_norms + after.grad_norms == whole.grad_norms
-    assert after.parameters == whole.parameters
-    assert after.optimizer == whole.optimizer
+    both = {name: getattr(before, name) + getattr(after, name) for name in ('losses', 'grad_norms')}
+    assert replace(after, **both) == whole
     assert len(megatron.losses) == 3 and megatron.losses[1:] != after.losses[1:]
 
 
-def kept_in_checkpoint(folder):
-    """On a rank: steps, averages as they were and as they are loaded, and what Megatron loads."""
+@contextmanager
+def patched(endless):
+    registry = Registry()
+    registry.install(updating.checkpoint_patches(endless))
+    try:
+        yield
+    finally:
+        registry.undo()
+
+
+def test_averages_and_steps_are_in_checkpoints(tmp_path):
+    """In four bytes beside weights in two. Megatron alone saves none, and that is said."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
 
+    (folder := tmp_path / 'checkpoint').mkdir()
+    (plain := tmp_path / 'plain').mkdir()
     weight = torch.nn.Parameter(torch.randn(4, 2, dtype=torch.bfloat16))
     main = weight.data.float()
 
@@ -286,52 +289,23 @@ def kept_in_checkpoint(folder):
     ended.resume(3)
     ended.versions = Corrected([weight], [main], every=1, ahead=2, decay=0.25)
     ended.versions.step(lambda: main.add_(0.001))
-    for endless, call in (
-        (ended, lambda: dist_checkpointing.save(state(), str(folder))),
-        (begun, lambda: dist_checkpointing.load(state(), str(folder))),
-        (begun, lambda: dist_checkpointing.load({}, str(folder))),  # of no parameters: nothing new
-    ):
-        registry = Registry()
-        registry.install(updating.checkpoint_patches(endless))
-        try:
-            call()
-        finally:
-            registry.undo()
-    said = told_of_a_plain_checkpoint(folder.parent / 'plain', state)
-    ((name, averages),) = ended.versions.kept().items()
-    alone = dist_checkpointing.load(state(), str(folder))
-    return (
-        begun.steps,
-        torch.equal(begun.loaded[name][id(weight)], averages[id(weight)]),
-        begun.loaded[name][id(weight)].dtype,
-        torch.equal(alone['w'], weight),
-        said,
-    )
-
-
-def told_of_a_plain_checkpoint(folder, state):
-    """The log, where a checkpoint that Megatron alone has saved is loaded."""
-    from megatron.core import dist_checkpointing
-
-    folder.mkdir()
-    dist_checkpointing.save(state(), str(folder))
-    registry, said = Registry(), []
-    registry.install(updating.checkpoint_patches(EndlessTraining()))
+    with patched(ended):
+        dist_checkpointing.save(state(), str(folder))
+    for loaded in (state(), {}):  # of no parameters: nothing new
+        with patched(begun):
+            dist_checkpointing.load(loaded, str(folder))
+    dist_checkpointing.save(state(), str(plain))
+    said = []
     keep = mock.patch.object(updating.job_log, 'info', lambda line, *_: said.append(line))
-    try:
-        with keep:
-            dist_checkpointing.load(state(), str(folder))
-    finally:
-        registry.undo()
-    return said
-
-
-def test_averages_and_steps_are_in_checkpoints(ranks, tmp_path):
-    """In four bytes beside weights in two."""
-    (tmp_path / 'checkpoint').mkdir()
-    (found,) = ranks(1).run(kept_in_checkpoint, tmp_path / 'checkpoint')
+    with keep, patched(EndlessTraining()):
+        dist_checkpointing.load(state(), str(plain))
+    ((name, averages),) = ended.versions.kept().items()
+    loaded = begun.loaded[name][id(weight)]
+    assert begun.steps == 3 and loaded.dtype == torch.float32
+    assert torch.equal(loaded, averages[id(weight)])
+    assert torch.equal(dist_checkpointing.load(state(), str(folder))['w'], weight)
     equal = '%s has no older weights: versions are equal at first, as where a training begins'
-    assert found == (3, True, torch.float32, True, [equal])
+    assert said == [equal]
 
 
 @supports('asynchronous: checkpoints hold averages of steps', 'pipemare')

@@ -48,9 +48,8 @@ class WeightsByHand:
                 if not hands:
                     p = parallel_state.get_pipeline_model_parallel_world_size()
                     stage = parallel_state.get_pipeline_model_parallel_rank()
-                    models = (
-                        given['model'] if isinstance(given['model'], list) else [given['model']]
-                    )
+                    model = given['model']
+                    models = model if isinstance(model, list) else [model]
                     by = {'wpipe': ByChunk, 'pipemare': PipeMare}.get(self.method, ByHand)
                     hands.append(by(self.method, p, get_num_microbatches(), stage, models))
                 hands[0].keep()
@@ -60,18 +59,13 @@ class WeightsByHand:
             return forward_backward
 
         mine = mock.patch.object(training, 'get_forward_backward_func', get_forward_backward_func)
-        built = training.setup_model_and_optimizer
 
-        def setup_model_and_optimizer(*args: Any, **named: Any) -> Any:
-            models, optimizer, scheduler = built(*args, **named)
+        def clip(made: Any) -> None:
             if self.method != 'pipedream-2bw':
-                clip_by_stage(optimizer, sharded=False)
-            return models, optimizer, scheduler
+                clip_by_stage(made[1], sharded=False)
 
-        clipping = mock.patch.object(
-            training, 'setup_model_and_optimizer', setup_model_and_optimizer
-        )
-        with events.evaluations(training) as losses, mine, clipping:
+        clips = events.after((training, 'setup_model_and_optimizer', clip))
+        with events.evaluations(training) as losses, mine, clips:
             yield losses
 
 

@@ -21,7 +21,7 @@ from weights_by_hand import Case
 import megatron_zbpp
 from megatron_zbpp.mcore.techniques.forwards_in_flight import Unwritten, require_seen
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.on_ranks(1)]
 
 
 class Kept(torch.nn.Linear):
@@ -69,16 +69,17 @@ class KeptAndDrawing(Kept):
         return torch.nn.functional.dropout(super().forward(given), 0.5)
 
 
-def asked() -> tuple[list[str], list]:
-    """On a rank: what is said of each class, and what a module that is not refused is left with."""
-    said = []
+def test_what_sees_neither_version():
+    """It is named by the class; others are left as they were, with random states and buffers."""
     for kind in (Kept, KeptByPlace, KeptByCount, KeptAndDrawing):
         module = kind(4, 4)
         require_seen([torch.nn.Sequential(module)])
         module(torch.zeros(2, 4))  # any weights make the same
         with pytest.raises(NotImplementedError) as error:
             module(torch.ones(2, 4))
-        said.append(str(error.value))
+        line = str(error.value)
+        assert f'.{kind.__name__} does not see another version of its weights' in line
+        assert line.endswith('or take a synchronous schedule, such as zb-v') and '\n' not in line
     torch.manual_seed(1)
     module, other = Drawing(4), torch.nn.Bilinear(4, 4, 4)
     place, data = module.weight.data_ptr(), module.weight.detach().clone()
@@ -87,22 +88,12 @@ def asked() -> tuple[list[str], list]:
     torch.set_rng_state(states)
     end = require_seen([module, other])
     hooks = len(module._forward_hooks)
-    same = torch.equal(module(torch.ones(2, 4)), plain)
-    hooks -= len(module._forward_hooks)
-    as_was = module.weight.data_ptr() == place and torch.equal(module.weight, data)
-    waiting = len(other._forward_hooks)  # until it is known that it does not run
+    assert torch.equal(module(torch.ones(2, 4)), plain)
+    assert len(module._forward_hooks) == hooks - 1
+    assert module.weight.data_ptr() == place and torch.equal(module.weight, data)
+    assert len(other._forward_hooks) == 1, 'until it is known that it does not run'
     end()
-    return said, [same, hooks, as_was, module.forwards.item(), waiting, len(other._forward_hooks)]
-
-
-def test_what_sees_neither_version(ranks):
-    """By the class; others are left as they were, with random states and buffers."""
-    ((said, left),) = ranks(1).run(asked)
-    for kind, line in zip((Kept, KeptByPlace, KeptByCount, KeptAndDrawing), said, strict=True):
-        assert f'.{kind.__name__} does not see another version of its weights' in line
-        assert line.endswith('or take a synchronous schedule, such as zb-v')
-        assert '\n' not in line
-    assert left == [True, 1, True, 2, 1, 0]
+    assert module.forwards.item() == 2 and not other._forward_hooks
 
 
 def kept_column(build: Any, *given: Any, **named: Any) -> Any:
@@ -173,20 +164,8 @@ class Counting(torch.nn.Linear):
         return super().forward(given)
 
 
-def count_in_another(module: Any) -> None:
-    module.forwards = module.forwards + 1
-
-
-def count_when_asked(module: Any) -> None:
-    module.register_buffer('asked', torch.zeros(1))
-
-
 def count_in_number(module: Any) -> None:
     module.number += 1
-
-
-def keep_largest(module: Any) -> None:
-    module.tensor = torch.maximum(module.tensor, torch.ones(()))
 
 
 def set_at_first(module: Any) -> None:
@@ -200,39 +179,40 @@ COUNTS: list[tuple[Callable, int, str | None]] = [
     (lambda module: module.forwards.add_(1), 20, '0.forwards'),
     (lambda module: module.forwards.data.add_(1), 9, '0.forwards'),
     (lambda module: module.forwards.data.add_(1), 10, None),  # nobody looks for that any more
-    (count_in_another, 0, '0.forwards'),
-    (count_when_asked, 20, '0.asked'),
+    (lambda module: setattr(module, 'forwards', module.forwards + 1), 0, '0.forwards'),
+    (lambda module: module.register_buffer('asked', torch.zeros(1)), 20, '0.asked'),
     (lambda module: torch.no_grad()(module.bias.add_)(1), 0, '0.bias'),
     (count_in_number, 1, None),
     (count_in_number, 2, '0.number'),
-    (keep_largest, 2, '0.tensor'),
+    (
+        lambda module: setattr(module, 'tensor', module.tensor.maximum(torch.ones(()))),
+        2,
+        '0.tensor',
+    ),
     (lambda module: module.tensor.add_(1), 2, '0.tensor'),
     (lambda module: module.seen.append(1), 2, '0.seen'),
     (set_at_first, 0, None),
 ]
 
 
-def counted() -> list[str | None]:
-    """On a rank: what is named, once something counts from some forward on or in it alone."""
-
-    def named(count: Callable, at: int, persistent: bool) -> str | None:
-        module = Counting(lambda module: None, persistent)
-        watched = Unwritten(torch.nn.Sequential(module))
-        for forward in range(at + 1 if count is not set_at_first else 4):
-            module.count = count if forward >= at else module.count
-            try:
-                with watched.forward():
-                    module(torch.ones(4))
-            except NotImplementedError as error:
-                return str(error).partition(',')[0] if forward == at else f'in forward {forward}'
-        return None
-
-    return [named(count, at, bool(n % 2)) for n, (count, at, _) in enumerate(COUNTS)]
+def named(count: Callable, at: int, persistent: bool) -> str | None:
+    """What is named, once something counts from some forward on or in it alone."""
+    module = Counting(lambda module: None, persistent)
+    watched = Unwritten(torch.nn.Sequential(module))
+    for forward in range(at + 1 if count is not set_at_first else 4):
+        module.count = count if forward >= at else module.count
+        try:
+            with watched.forward():
+                module(torch.ones(4))
+        except NotImplementedError as error:
+            return str(error).partition(',')[0] if forward == at else f'in forward {forward}'
+    return None
 
 
-def test_forwards_that_write_what_steps_would_read(ranks):
+def test_forwards_that_write_what_steps_would_read():
     """Buffers, whether a checkpoint has them or not, parameters, and what else modules have."""
-    assert ranks(1).run(counted) == [[name for _, _, name in COUNTS]]
+    found = [named(count, at, bool(n % 2)) for n, (count, at, _) in enumerate(COUNTS)]
+    assert found == [name for _, _, name in COUNTS]
 
 
 def counting_column(build: Any, *given: Any, **named: Any) -> Any:
@@ -258,111 +238,101 @@ def test_a_layer_that_counts_its_forwards(ranks, data):
         ranks(2).run(train, Case('paci', 2, 1).argv(data), counting_column)
 
 
-def clamp(models: list, optimizer: Any) -> None:
-    for model in models:
-        for parameter in model.parameters():
-            parameter.data.clamp_(-0.01, 0.01)
+def clamp(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.01, 0.01)
 
 
-def write_seen(models: list, optimizer: Any) -> None:
-    with torch.no_grad():
-        next(models[-1].parameters()).mul_(2)
+@torch.no_grad()
+def write_seen(model: Any) -> None:
+    next(model.parameters()).mul_(2)
 
 
-def point(models: list, optimizer: Any) -> None:
-    parameter = next(models[0].parameters())
+def point(model: Any) -> None:
+    parameter = next(model.parameters())
     parameter.data = parameter.data * 2
 
 
-def step_after(models: list, optimizer: Any) -> None:
-    clamp(models, optimizer)
-    optimizer.step()
-
-
-def write_main(models: list, optimizer: Any) -> None:
-    for parameter in models[0].parameters():
+def write_main(model: Any) -> None:
+    for parameter in model.parameters():
         parameter.main_param.mul_(2)
 
 
-def write_buffer(models: list, optimizer: Any) -> None:
-    for model in models:
-        model.temperature.data.fill_(2)
+def write_buffer(model: Any) -> None:
+    model.temperature.data.fill_(2)
 
 
-def evaluate_from_now_on(models: list, optimizer: Any) -> None:
-    for model in models:
-        model.eval()
+def evaluate_from_now_on(model: Any) -> None:
+    model.eval()
 
 
-def freeze(models: list, optimizer: Any) -> None:
-    for model in models:
-        next(model.parameters()).requires_grad_(False)
+def freeze(model: Any) -> None:
+    next(model.parameters()).requires_grad_(False)
 
 
-REFUSED: dict[Callable, str] = {
-    clamp: 'weight',
-    write_seen: 'weight',
-    point: 'weight',
-    write_main: 'the main copy of ',
-    write_buffer: 'temperature',
-    evaluate_from_now_on: r'train\(\) or eval\(\)',
-    freeze: 'weight',
-    step_after: 'weight',
-}
+# of each chunk; the last one behind another call, and before a step
+REFUSED: list[tuple[Callable, str]] = [
+    (clamp, 'weight'),
+    (write_seen, 'weight'),
+    (point, 'weight'),
+    (write_main, 'the main copy of '),
+    (write_buffer, 'temperature'),
+    (evaluate_from_now_on, r'train\(\) or eval\(\)'),
+    (freeze, 'weight'),
+    (clamp, 'weight'),
+]
 
 
-def swap_and_back(models: list, optimizer: Any) -> None:
+def swap_and_back(model: Any) -> None:
     """As averages of weights are evaluated."""
-    own = [(each, each.data.clone()) for model in models for each in model.parameters()]
+    own = [(each, each.data.clone()) for each in model.parameters()]
     for parameter, _ in own:
         parameter.data.mul_(0.5)
     for parameter, data in own:
         parameter.data.copy_(data)
 
 
-def changed(argv: list[str], method: str) -> list[str]:
-    """Runs on each rank: of models each, two steps, and what is said of a change behind them."""
+METHODS = 'pipedream-2bw', 'pipemare', 'pipedream', 'paci', 'wpipe'
+
+
+@pytest.mark.on_ranks(2)
+@some('method', METHODS[:2], *METHODS[2:])
+def test_what_a_program_changes_between_two_calls(data, method):
+    """Weights, however they are written, their main copies, buffers and modes: named before the
+    next call runs anything; what is set back, and steps themselves, are no changes."""
     import pretrain_gpt as script
 
-    said = []
+    argv = [*Case(method, 2, 2, ('--bf16',)).argv(data), '--pipeline-schedule', method]
     with ExitStack() as stack:
         stack.callback(forget_groups)
-        args = script.parse_args([*argv, '--pipeline-schedule', method])
+        args = script.parse_args(argv)
         if method == 'wpipe':
             args.layout = megatron_zbpp.layout_for('wpipe', 2, args.num_layers)
         plugin = script.enable(args, stack)
         script.initialize(args)
-        for change in REFUSED:
+        for number, (change, name) in enumerate(REFUSED):
             chunks = script.build_model(args)
             for chunk in chunks:
                 chunk.register_buffer('temperature', torch.ones(2), persistent=False)
             optimizer, _ = script.build_optimizer(args, chunks)
             data = script.iterators(args, script.build_datasets(args)[0], 0)
-            for harmless in (lambda *_: None, swap_and_back, lambda *_: plugin.finish_step()):
+            for harmless in (lambda _: None, swap_and_back, lambda _: plugin.finish_step()):
                 for chunk in chunks:
                     chunk.zero_grad_buffer()
                 script.run_batch(args, chunks, data)
                 optimizer.step()
-                harmless(chunks, optimizer)
+                for chunk in chunks:
+                    harmless(chunk)
             with pytest.raises(NotImplementedError) as error:
-                if change is step_after:
+                last = number == len(REFUSED) - 1
+                if last:
                     script.run_batch(args, chunks, data)
-                change(chunks, optimizer)
+                for chunk in chunks:
+                    change(chunk)
+                if last:
+                    optimizer.step()
                 script.run_batch(args, chunks, data)
-            said.append(str(error.value))
-    return said
-
-
-METHODS = 'pipedream-2bw', 'pipemare', 'pipedream', 'paci', 'wpipe'
-
-
-@some('method', METHODS[:2], *METHODS[2:])
-def test_what_a_program_changes_between_two_calls(ranks, data, method):
-    """Weights, however they are written, their main copies, buffers and modes: named before the
-    next call runs anything; what is set back, and steps themselves, are no changes."""
-    argv = Case(method, 2, 2, ('--bf16',)).argv(data)
-    for told in ranks(2).run(changed, argv, method):
-        for line, name in zip(told, REFUSED.values(), strict=True):
+            line = str(error.value)
             assert re.match(rf'a change of (chunk \d: )?\S*{name}.* between two calls', line), line
             assert line.endswith('or take a synchronous schedule, such as zb-v')
 
@@ -408,7 +378,6 @@ OWN = {
 
 
 def test_synchronous_schedules_call_nothing_of_it(ranks, data):
-    """By pass, message or step."""
     job = models.Job(te=False, iterations=2)
     ours, plain = (
         ranks(job.size).run(entered, models.train, job, job.argv(schedule, False, data))
@@ -419,9 +388,11 @@ def test_synchronous_schedules_call_nothing_of_it(ranks, data):
         assert other['runtime/executor.py'] > 0
 
 
-def shrunk(argv):
-    """Runs on each rank: two steps of PipeMare, the second one of a single microbatch."""
-    with program([*argv, '--pipeline-schedule', 'pipemare']) as at:
+@pytest.mark.on_ranks(4)
+def test_tied_copies_are_not_stepped_at_two_rates_where_batches_shrink(data):
+    """On all ranks, before anything of that batch has run."""
+    argv = [*Case('pipemare', 4, 3).argv(data), '--pipeline-schedule', 'pipemare']
+    with program(argv) as at:
         optimizer, scheduler = at.script.build_optimizer(at.args, at.models)
         at.batch()
         optimizer.step()
@@ -429,10 +400,4 @@ def shrunk(argv):
         at.args.num_microbatches = 1
         with pytest.raises(ValueError, match='embeddings are tied') as error:
             at.batch()
-        return str(error.value)
-
-
-def test_tied_copies_are_not_stepped_at_two_rates_where_batches_shrink(ranks, data):
-    """On all ranks, before anything of that batch has run."""
-    for told in ranks(4).run(shrunk, Case('pipemare', 4, 3).argv(data)):
-        assert told.endswith('or at least 3 microbatches, from which on rates are alike')
+    assert str(error.value).endswith('or at least 3 microbatches, from which on rates are alike')

@@ -63,8 +63,6 @@ def searching(home):
 
 @contextmanager
 def proposing(training, home):
-    """The same where the last stage is slow."""
-
     def slow(layout, schedule, costs, *more):
         times = [(*[0.001] * (costs.num_stages - 1), 0.004)] * 3
         forward, backward, weight = times
@@ -143,7 +141,6 @@ def test_a_slow_rank_gets_fewer_layers(ranks, tmp_path):
 
 @contextmanager
 def one_slow_replica(training):
-    """What auto says where layers take longer on rank 4."""
     said = []
     heard = partial(AutoPlan, seconds=1.0, say=said.append)
     with (

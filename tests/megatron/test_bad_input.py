@@ -11,7 +11,7 @@ import forked
 import psutil
 import pytest
 from example import MODEL, run, train
-from nvidia import EARLY
+from nvidia import EARLY, require_same
 from outcome import error_of, outcome
 from paths import ROOT, SUPPORT
 
@@ -26,17 +26,21 @@ SOUND = {
 
 
 def flags(changes):
-    """Those of a sound run, with `changes`."""
     options = SOUND | {f'--{key.replace("_", "-")}': value for key, value in changes.items()}
     return [name if value is None else f'{name}={value}' for name, value in options.items()]
 
 
-def launch(num_ranks, run=commands.run, **changes):
-    """Runs the example under torchrun; its standard error and exit code."""
+def torchrun(run, num_ranks, *words):
+    """Runs the example, or a script that does so, under torchrun: exit code, standard error."""
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node']
-    command += [num_ranks, EXAMPLE, *MODEL, *flags(changes)]
-    done = run(command, timeout=120, env={'LAUNCHED_BY': str(os.getpid())})
-    return done.stderr, done.returncode
+    env = {'PYTHONPATH': f'{ROOT}:{EXAMPLE.parent}', 'LAUNCHED_BY': str(os.getpid())}
+    # reports come at once; the rest is starting on a busy machine
+    done = run([*command, num_ranks, *words], env=env, timeout=150)
+    return done.returncode, done.stderr
+
+
+def launch(run=commands.run, **changes):
+    return torchrun(run, 2, EXAMPLE, *MODEL, *flags(changes))
 
 
 def survivors():
@@ -51,7 +55,7 @@ def survivors():
 
 def test_refused():
     """Each rank has its own line, and ends though there are process groups."""
-    error, code = launch(2, data_path='/nowhere/text')
+    code, error = launch(data_path='/nowhere/text')
     assert code != 0
     assert error.count('no /nowhere/text.bin') >= 2, error
     assert not survivors()
@@ -68,7 +72,7 @@ def test_refused_while_others_load(ranks, tmp_path):
 
 def test_a_loss_that_is_no_number():
     """It ends the training, as it ends NVIDIA's loop; who wants to go on says so."""
-    error, code = launch(2, forked.run, lr=1e30, train_iters=5)
+    code, error = launch(forked.run, lr=1e30, train_iters=5)
     assert code != 0 and 'the loss is nan: lower --lr' in error, error
 
 
@@ -79,23 +83,20 @@ def test_a_loss_that_may_be_no_number(ranks, data, tmp_path):
     assert metrics.read_text().count('"loss": "nan"') > 1
 
 
-def parse(argv):
-    """On each rank: how the program ends, and what it says."""
-    import pretrain_gpt
-
-    return outcome(pretrain_gpt.parse_args, argv)
+PP = 'pipeline_model_parallel_size'
 
 
+@pytest.mark.on_ranks('num_ranks')
 @pytest.mark.parametrize(
     ('changes', 'num_ranks', 'said'),
     [
         ({'pipeline_schedule': 'zb-w'}, 2, ("unknown schedule 'zb-w'", 'zb-h1', 'zb-v')),
         ({'num_layers': 3}, 2, ('3 layers cannot be placed on 4 stages', '--num-layers')),
-        ({'pipeline_model_parallel_size': 1}, 1, ('zb-v needs at least 2 ranks, not 1',)),
+        ({PP: 1}, 1, ('zb-v needs at least 2 ranks, not 1',)),
         (
-            {'pipeline_model_parallel_size': 1, 'pipeline_schedule': 'dualpipe'},
+            {PP: 1, 'pipeline_schedule': 'dualpipe'},
             2,
-            ('dualpipe needs at least 2 pipeline ranks a replica, not 1',),
+            ('dualpipe needs at least 2 pipeline ranks',),
         ),
         ({'global_batch_size': 0}, 2, ('--global-batch-size 0 is not a positive multiple',)),
         (
@@ -103,7 +104,7 @@ def parse(argv):
             2,
             ('3 is not a positive multiple of 2',),
         ),
-        ({'pipeline_model_parallel_size': 3}, 2, ('2 processes cannot be divided',)),
+        ({PP: 3}, 2, ('2 processes cannot be divided',)),
         (
             {'pipeline_schedule': 'megatron', 'pipeline_offload': 'all'},
             2,
@@ -112,10 +113,12 @@ def parse(argv):
     ],
     ids=lambda value: '-'.join(value) if isinstance(value, dict) else None,
 )
-def test_refused_by_the_parser(ranks, changes, num_ranks, said):
-    for found in ranks(num_ranks).run(parse, [*MODEL, *flags(changes)]):
-        assert found.code == 2
-        assert all(words in found.said for words in said), found
+def test_refused_by_the_parser(changes, num_ranks, said):
+    import pretrain_gpt
+
+    found = outcome(pretrain_gpt.parse_args, [*MODEL, *flags(changes)])
+    assert found.code == 2
+    assert all(words in found.said for words in said), found
 
 
 def test_checkpoint_of_another_model(ranks, data, tmp_path):
@@ -127,21 +130,26 @@ def test_checkpoint_of_another_model(ranks, data, tmp_path):
         assert '--num-layers was 4 and is 6' in said
 
 
-SCRIPT = SUPPORT / 'doomed.py'
-TIMEOUT = 60
 NUM_RANKS = 4
 
 
-def killed(run, argv, *where):
-    """Runs the example under torchrun until a rank dies: its exit code and standard error."""
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node']
-    paths = f'{ROOT}:{ROOT / "examples" / "gpt"}'
-    done = run(
-        [*command, NUM_RANKS, SCRIPT, *where, *MODEL, *argv],
-        env={'PYTHONPATH': paths, 'LAUNCHED_BY': str(os.getpid())},
-        timeout=150,  # the reports come at once; the rest is starting on a busy machine
-    )
-    return done.returncode, done.stderr
+def killed_and_resumed(ranks, data, folder, run_command, common, more, where):
+    """A training of four ranks in which one dies, and which goes on from its checkpoint as if
+    nothing had happened: its standard error, and losses of iterations before."""
+    common = ['--data-path', data, '--num-layers', 8, *common]
+    common += ['--pipeline-model-parallel-size', NUM_RANKS]
+    whole = run(ranks(NUM_RANKS), *common)
+    checkpoints, metrics = folder / 'checkpoints', folder / 'broken.jsonl'
+    saving = ['--save', checkpoints, '--save-interval', 2, '--metrics-file', metrics]
+    words = [*MODEL, *common, *more, *saving, '--pipeline-watchdog-timeout', 60]
+    code, error = torchrun(run_command, NUM_RANKS, SUPPORT / 'doomed.py', *where, *words)
+    assert code != 0
+    before = tuple(json.loads(line)['loss'] for line in metrics.read_text().splitlines())
+    assert (checkpoints / 'latest_checkpointed_iteration.txt').read_text() == '4'
+    after = run(ranks(NUM_RANKS), *common, *more, '--load', checkpoints)
+    assert before == whole.losses[: len(before)]
+    require_same(after, whole, 4)
+    return error, before
 
 
 def left_by(pid):
@@ -165,17 +173,12 @@ AMID = {
 @pytest.mark.full
 @pytest.mark.parametrize('amid', AMID)
 def test_resume_after_a_rank_was_killed(ranks, data, tmp_path, amid):
-    schedule, flags, rank, *where = AMID[amid]
-    common = ['--data-path', data, '--num-layers', 8, '--pipeline-model-parallel-size', NUM_RANKS]
-    common += ['--global-batch-size', 8, '--train-iters', 7, '--pipeline-schedule', schedule]
-    whole = run(ranks(NUM_RANKS), *common)
-    common += flags
-
-    checkpoints, metrics = tmp_path / 'checkpoints', tmp_path / 'broken.jsonl'
-    saving = ['--save', checkpoints, '--save-interval', 2, '--metrics-file', metrics]
-    watchdog = ['--pipeline-watchdog-timeout', TIMEOUT]
-    code, error = killed(commands.run, [*common, *saving, *watchdog], rank, 6, *where)
-    assert code != 0
+    schedule, more, rank, *where = AMID[amid]
+    common = ['--global-batch-size', 8, '--train-iters', 7, '--pipeline-schedule', schedule]
+    where = [rank, 6, *where]
+    error, before = killed_and_resumed(ranks, data, tmp_path, commands.run, common, more, where)
+    assert len(before) == 5, 'killed in the sixth iteration'
+    assert not survivors()
     (victim,) = re.findall(r'Signal 9 \(SIGKILL\) received by PID (\d+)', error)
     assert not left_by(int(victim)), 'such as what keeps the queue of its checkpoint writers'
     reports = re.findall(
@@ -196,38 +199,15 @@ def test_resume_after_a_rank_was_killed(ranks, data, tmp_path, amid):
         ), awaited
         assert len(passes.split()) == 10
 
-    before = [json.loads(line)['loss'] for line in metrics.read_text().splitlines()]
-    assert len(before) == 5, 'killed in the sixth iteration'
-    assert (checkpoints / 'latest_checkpointed_iteration.txt').read_text() == '4'
-    after = run(ranks(NUM_RANKS), *common, '--load', checkpoints)
-    assert len(after.losses) == 3
-    assert tuple(before) == whole.losses[:5]
-    assert tuple(before[:4]) + after.losses == whole.losses
-    assert after.parameters == whole.parameters
-    assert after.optimizer == whole.optimizer
-    assert not survivors()
-
 
 @pytest.mark.one_release
 def test_resume_after_a_rank_was_killed_before_its_step_was_validated(ranks, data, tmp_path):
     """In a forward of the next iteration that it had begun after a speculative step."""
-    common = ['--data-path', data, '--num-layers', 8, '--pipeline-model-parallel-size', NUM_RANKS]
-    common += ['--global-batch-size', 6, '--train-iters', 6, '--pipeline-schedule', 'zb-v']
+    common = ['--global-batch-size', 6, '--train-iters', 6, '--pipeline-schedule', 'zb-v']
     common += ['--clip-grad', 100]
-    whole = run(ranks(NUM_RANKS), *common)
-
-    checkpoints, metrics = tmp_path / 'checkpoints', tmp_path / 'broken.jsonl'
-    saving = ['--save', checkpoints, '--save-interval', 2, '--metrics-file', metrics]
-    watchdog = ['--pipeline-watchdog-timeout', TIMEOUT]
     # of twelve forwards that follow after the fifth iteration begins, the last are of the sixth
-    words = [*common, *EARLY, *saving, *watchdog]
-    code, error = killed(forked.run, words, 2, 5, 'forward', 12)
-    assert code != 0
+    where = [2, 5, 'forward', 12]
+    error, before = killed_and_resumed(ranks, data, tmp_path, forked.run, common, EARLY, where)
     assert 'Signal 9 (SIGKILL) received by PID' in error
     assert 'pipeline watchdog: global rank' in error, error
-    before = [json.loads(line)['loss'] for line in metrics.read_text().splitlines()]
     assert len(before) in (4, 5), 'the last rank may have validated the fifth step'
-    after = run(ranks(NUM_RANKS), *common, *EARLY, '--load', checkpoints)
-    assert tuple(before[:4]) + after.losses == whole.losses
-    assert after.parameters == whole.parameters
-    assert after.optimizer == whole.optimizer

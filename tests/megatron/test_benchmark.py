@@ -3,19 +3,20 @@
 import json
 import re
 import sys
+from importlib import import_module
 
 import forked
 import pytest
 import wheels
 from commands import run
 from paths import ROOT
+from tables import rows_of
 
 from benchmarks.common import overhead
-from benchmarks.pipelines import cli, emulated
+from benchmarks.pipelines import emulated
 from benchmarks.pipelines.entries import known, selected
 from benchmarks.pipelines.measure import Sample, checksums_agree
 from benchmarks.training import cli as training
-from benchmarks.training import splitting
 from megatron_zbpp.schedules import own_families
 from megatron_zbpp.techniques.composition import TRAINED_BY
 from scripts.benchmark_asynchronous import METHODS
@@ -28,21 +29,24 @@ SOME = ['megatron', 'torch:1F1B', 'torch:ZBVZeroBubble', *OURS]
 P, M, TIMES = 2, 4, [2.0, 3.0, 1.0]
 
 
-def benched(folder, *flags):
-    """The script as a user calls it: what it printed, and its JSON."""
+def benched(script, folder, *flags):
+    """A script as a user calls it: what it printed, and its JSON."""
     file = folder / 'result.json'
-    command = [sys.executable, 'scripts/benchmark_pipelines.py', '--pp', str(P)]
-    command += ['--microbatches', str(M), '--times-ms', ','.join(map(str, TIMES))]
-    environment = {'XDG_CACHE_HOME': str(folder)}
-    done = forked.run([*command, '--json', file, *flags], cwd=ROOT, timeout=240, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    command = [sys.executable, f'scripts/{script}.py', '--json', file, *flags]
+    done = forked.run(command, cwd=ROOT, timeout=240, env={'XDG_CACHE_HOME': str(folder)})
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done.stdout, json.loads(file.read_text())
+
+
+def pipelines(folder, *flags):
+    common = ['--pp', P, '--microbatches', M, '--times-ms', ','.join(map(str, TIMES))]
+    return benched('benchmark_pipelines', folder, *common, *flags)
 
 
 def test_side_by_side(tmp_path):
     picture = tmp_path / 'chart.svg'
     flags = ['--schedules', ','.join(SOME), '--rounds', '2', '--svg', str(picture)]
-    text, result = benched(tmp_path, *flags)
+    text, result = pipelines(tmp_path, *flags)
     rows = {(row['runner'], row['schedule']): row for row in result['rows']}
     named = [('torch', '1F1B'), ('torch', 'ZBVZeroBubble')]
     named += [('zbpp', name) for name in OURS]
@@ -75,7 +79,7 @@ def test_side_by_side(tmp_path):
 def test_both_ways(tmp_path):
     """The mean of two replicas is what one way has, but for the order of sums."""
     flags = ['--schedules', 'zb-v,chimera,bitpipe', '--rounds', '1', '--pp', '4']
-    _, result = benched(tmp_path, *flags)
+    _, result = pipelines(tmp_path, *flags)
     checksum, *others = [row['checksum'] for row in result['rows']]
     assert checksum > 0 and others == [pytest.approx(checksum, rel=1e-5)] * 3
 
@@ -85,7 +89,7 @@ def test_with_optimizer(tmp_path):
     """Steps that wait for all ranks, and steps that do not."""
     names = 'zb-v,zb-v+post-validation,pipedream-2bw,pipedream-2bw+global-norm'
     flags = ['--schedules', names, '--rounds', '1', '--optimizer']
-    _, result = benched(tmp_path, *flags, '--iterations-per-sample', '3')
+    _, result = pipelines(tmp_path, *flags, '--iterations-per-sample', '3')
     stock, ours, early, late, waiting = result['rows']
     assert stock['optimizer'] and ours['optimizer'] and early['optimizer']
     assert ours['checksum'] == pytest.approx(stock['checksum'], rel=1e-5)
@@ -98,50 +102,19 @@ def test_with_optimizer(tmp_path):
     assert early['simulated_ms'] <= ours['simulated_ms'], 'the window, not the makespan'
 
 
-# flags of each benchmark, and what is said of them
-REFUSED = {
-    cli.main: [
-        ('--pp 1', '--pp 1 is too small: give at least 2'),
-        ('--microbatches 0', '--microbatches 0 is too small: give at least 1'),
-        ('--rounds 0', '--rounds 0 is too small'),
-        ('--times-ms 1,2', '--times-ms 1,2: give three numbers'),
-        ('--times-ms 1,0,1', '--times-ms 1,0,1: give numbers above 0'),
-        ('--times-ms 1,nan,1', '--times-ms 1,nan,1: give numbers above 0'),
-        ('--schedules zb-v+post-validation --optimizer', '--iterations-per-sample 3 or more'),
-        ('--schedules paci', 'paci is about steps between iterations: give --optimizer'),
-        ('--schedules zb-v+global-norm', 'steps of zb-v are not asynchronous, and wait anyhow'),
-        ('--schedules zb-w', "unknown schedule 'zb-w'"),
-        ('--schedules torch:ZBV', 'did you mean torch:ZBVZeroBubble?'),
-        ('--schedules pipedream:1f1b', 'known are megatron, torch, zbpp'),
-        ('--schedules torch:DualPipeV --microbatches 3', 'at least as many microbatches as stages'),
-        ('--schedules megatron:interleaved --microbatches 3', 'takes multiples of 2 microbatches'),
-        ('--schedules torch --optimizer', "--optimizer is Megatron's"),
-        ('--schedules chimera --optimizer', 'has no replicas, of which chimera takes two'),
-        ('--schedules chimera', 'give at least 4 ranks, not 2'),
-        ('--schedules gems --pp 4 --microbatches 3', 'an even number of microbatches, not 3'),
-        ('--json nowhere/result.json', 'there is no folder nowhere'),
-        ('--png result.jpg', 'let its name end in .png'),
-    ],
-    training.main: [
-        ('--layers 3', '--layers 3 is too small: zb-v has 4 stages'),
-        ('--hidden-size 100', '--hidden-size 100 is no multiple of a head, 64'),
-        ('--pp 1', '--pp 1 is too small: give at least 2'),
-        ('--schedules zb-w', "unknown schedule 'zb-w'"),
-    ],
-    splitting.main: [
-        ('--layers 0', '--layers 0 is too small: give at least 1'),
-        ('--hidden-size 100', '--hidden-size 100 is no multiple of 8'),
-        ('--seq-length 7', '--seq-length 7 is not even'),
-    ],
-}
-PIPELINES = ['--pp', '2', '--microbatches', '4']
+BENCHMARKS = 'pipelines.cli', 'training.cli', 'training.splitting', 'gpt.cli', 'partition.cli'
+MAINS = [*(f'benchmarks.{name}' for name in (*BENCHMARKS, 'copies.cli'))]
 
 
-@pytest.mark.parametrize('main', REFUSED, ids=lambda main: main.__module__)
-def test_refuses_before_it_starts(capsys, main):
-    for flags, message in REFUSED[main]:
+@pytest.mark.parametrize('program', [*MAINS, 'scripts.benchmark_asynchronous'])
+def test_refuses_before_it_starts(capsys, monkeypatch, program):
+    for line, message in rows_of('refused_lines.txt', program):
+        monkeypatch.delenv('WORLD_SIZE', raising=False)
+        variable, *flags = line.split() if '=' in line else ['', *line.split()]
+        if variable:
+            monkeypatch.setenv(*variable.split('='))
         with pytest.raises(SystemExit) as ended:
-            main([*(PIPELINES if main is cli.main else []), *flags.split()])
+            import_module(program).main(flags)
         assert ended.value.code == 2
         assert message in capsys.readouterr().err
 
@@ -198,14 +171,10 @@ def test_overhead(capsys, tmp_path):
 
 @pytest.mark.full
 def test_training(tmp_path):
-    """A real GPT by Megatron's 1F1B and ours."""
-    file = tmp_path / 'training.json'
     small = '--layers 4 --hidden-size 64 --seq-length 16 --microbatches 2 --rounds 2'.split()
     small += ['--schedules', 'zb-h1,zb-v,seq1f1b']
-    command = [sys.executable, 'scripts/benchmark_training.py', *small, '--json', str(file)]
-    done = forked.run(command, cwd=ROOT, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = {row['schedule']: row for row in json.loads(file.read_text())['rows']}
+    printed, result = benched('benchmark_training', tmp_path, *small)
+    found = {row['schedule']: row for row in result['rows']}
     assert list(found) == ['megatron', '1f1b', 'zb-h1', 'zb-v', 'seq1f1b']
     kinds = [set(row['pass_ms']) for row in found.values()]
     assert kinds == [set(), {'F', 'BW'}, set('FBW'), set('FBW'), {'F', 'BW'}]
@@ -218,7 +187,7 @@ def test_training(tmp_path):
     assert all(len(row['ms_per_iteration']) == 2 for row in found.values())
     assert found['megatron']['ratio_to_stock'] == found['1f1b']['backward_to_fused'] == 1
     assert found['zb-h1']['backward_to_fused'] > 0
-    assert len(done.stdout.splitlines()) == 1 + len(found)
+    assert len(printed.splitlines()) == 1 + len(found)
 
 
 def test_training_compares_rounds():
@@ -243,21 +212,17 @@ def test_training_compares_rounds():
 @pytest.mark.full
 def test_splitting(tmp_path):
     """Layers of both kinds, alone and shared by two ranks, large and small."""
-    file = tmp_path / 'splitting.json'
     small = '--layers 1 --hidden-size 512 --seq-length 64 --rounds 2'.split()
-    folder = str(wheels.transformer_engine(wheels.NEWEST))
-    command = [sys.executable, 'scripts/benchmark_splitting.py', *small, '--te', folder]
-    command += ['--json', str(file)]
-    done = forked.run(command, cwd=ROOT, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(file.read_text())['rows']
+    te = ['--te', wheels.transformer_engine(wheels.NEWEST)]
+    printed, result = benched('benchmark_splitting', tmp_path, *small, *te)
+    rows = result['rows']
     found = [(row['layers'], row['tp'], row['shared'], row['hidden']) for row in rows]
     kinds = [(of, tp, False) for of in ('local', 'te') for tp in (1, 2)] + [('te', 2, True)]
     assert found == [(*kind, hidden) for kind in kinds for hidden in (512, 64)]
     assert all(row[part] > 0 for row in rows for part in ('fused', 'b', 'w', 'ratio'))
     # Transformer Engine splits by itself, too: ours is what we take longer than that
     assert all((row['hooks'] == row['more']) == (row['layers'] == 'local') for row in rows)
-    assert len(done.stdout.splitlines()) == 1 + len(rows)
+    assert len(printed.splitlines()) == 1 + len(rows)
 
 
 SCRIPT = [sys.executable, ROOT / 'scripts' / 'benchmark_asynchronous.py']
@@ -282,16 +247,3 @@ def test_losses_by_step_and_time(tmp_path):
     assert wpipe[2] not in (stock[2], paci[2])
     assert [row[3] for row in rows] == ['4', '6', '7', '6']
     assert (tmp_path / 'losses.png').stat().st_size > 10_000
-
-
-@pytest.mark.parametrize(
-    ('given', 'said'),
-    [
-        (['--methods', 'zb-v'], '--methods zb-v is not asynchronous'),
-        (['--ranks', 1], '--ranks 1 is too small: give at least 2'),
-        (['--microbatches', 2], '--microbatches 2 is too small: give 3'),
-    ],
-)
-def test_what_cannot_be_compared(given, said):
-    done = run([*SCRIPT, *given])
-    assert done.returncode == 2 and said in done.stderr

@@ -1,17 +1,16 @@
 """The GPT benchmark at its smallest: the same code as on GPUs, on CPU and gloo."""
 
-import importlib.util
 import json
 import os
 import sys
-from argparse import Namespace
 
 import commands
-import forked
 import pytest
+from nvidia import Off, _find_megatron, needs_training
 from paths import ROOT, SUPPORT
+from test_benchmark import benched
 
-from benchmarks.gpt import cli, models, predict
+from benchmarks.gpt import models, predict
 from benchmarks.gpt.jobs import Job, stages
 from benchmarks.gpt.processes import Crew
 from benchmarks.gpt.results import FAILED, PREDICTED, Results, table
@@ -32,29 +31,28 @@ STAGE = {
 
 
 def torchrun(folder, *flags):
-    """The benchmark on two ranks: what it said, and its file."""
     file = folder / 'result.json'
     launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2']
     done = commands.run([*launch, SCRIPT, *QUICK, '--json', file, *flags], timeout=200)
-    return done, json.loads(file.read_text())['rows']
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout, json.loads(file.read_text())['rows']
 
 
 @pytest.mark.full
 def test_sweep_goes_on_and_resumes(tmp_path):
     """What fails, before or in its processes, is a row; what is there is not measured again."""
     flags = ['--microbatches', '4', '--schedules']
-    done, rows = torchrun(tmp_path, *flags, 'megatron:interleaved,dualpipe-v', '--virtual-stages=9')
+    printed, rows = torchrun(
+        tmp_path, *flags, 'megatron:interleaved,dualpipe-v', '--virtual-stages=9'
+    )
     by_name = {row['schedule']: row for row in rows}
-    assert done.returncode == 0, done.stderr[-3000:]
     assert by_name['interleaved']['kind'] == FAILED, '8 layers on 18 stages'
     assert '8 layers cannot be placed on 18 stages' in by_name['interleaved']['error']
     check_measured(by_name['dualpipe-v'])
-    assert f'failed: tiny megatron:interleaved p=2 m=4 v=9: {by_name["interleaved"]["error"]}' in (
-        done.stdout
-    )
+    why = by_name['interleaved']['error']
+    assert f'failed: tiny megatron:interleaved p=2 m=4 v=9: {why}' in printed
     picture = tmp_path / 'chart.svg'
-    done, more = torchrun(tmp_path, *flags, 'dualpipe-v,megatron:1f1b', '--png', picture)
-    assert done.returncode == 0, done.stderr[-3000:]
+    _, more = torchrun(tmp_path, *flags, 'dualpipe-v,megatron:1f1b', '--png', picture)
     assert more[:2] == rows, 'kept as they were'
     (row,) = more[2:]
     assert (row['runner'], row['schedule']) == ('megatron', '1f1b')
@@ -77,16 +75,12 @@ def check_measured(row):
     assert row['device'] == 'cpu' and row['mfu'] is None
 
 
-def run_doomed(folder):
-    """Two supervisors, whose processes end by a signal and not at all."""
+@pytest.mark.on_ranks(2)
+def test_a_killed_rank_ends_the_others(tmp_path):
+    """Of two supervisors: theirs end by a signal and not at all, and both would be said to hang."""
     os.environ['PYTHONPATH'] = str(SUPPORT)
-    return Crew(folder, timeout=180).run('doomed_worker', JOB, lambda text: None)
-
-
-def test_a_killed_rank_ends_the_others(ranks, tmp_path):
-    """Else both would be said to have hung."""
-    for row in ranks(2).run(run_doomed, tmp_path):
-        assert 'rank 1: ended by signal 9' in row['error'] and '.1.log' in row['error']
+    row = Crew(tmp_path, timeout=180).run('doomed_worker', JOB, lambda text: None)
+    assert 'rank 1: ended by signal 9' in row['error'] and '.1.log' in row['error']
 
 
 def test_timeout(tmp_path):
@@ -99,12 +93,10 @@ def test_timeout(tmp_path):
 
 
 def test_single_gpu(tmp_path):
-    file = tmp_path / 'stage.json'
-    flags = ['--single-gpu', '--predict-ranks', '8', '--schedules', '1f1b,zb-v,interleaved']
-    flags += ['--processes', '1', '--peak-tflops', '0.5', '--json', file]
-    done = forked.run([sys.executable, SCRIPT, *QUICK, *flags], timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    stage, *predicted = json.loads(file.read_text())['rows']
+    flags = [*QUICK, '--single-gpu', '--predict-ranks', '8', '--schedules', '1f1b,zb-v,interleaved']
+    flags += ['--processes', '1', '--peak-tflops', '0.5']
+    printed, result = benched('benchmark_gpt', tmp_path, *flags)
+    stage, *predicted = result['rows']
     f, b, w = (stage[f'{name}_seconds'] for name in 'fbw')
     fused = stage['fused_f_seconds'] + stage['fused_bw_seconds']
     assert stage['split_over_fused'] == pytest.approx((f + b + w) / fused)
@@ -114,10 +106,9 @@ def test_single_gpu(tmp_path):
     assert stage['mfu'] == pytest.approx(stage['tflops_per_gpu'] / 0.5)
     assert {row['schedule'] for row in predicted} == {'1f1b', 'zb-v', 'interleaved'}
     assert {row['kind'] for row in predicted} == {PREDICTED}
-    assert 'predicted' in done.stdout and 'held to W' in done.stdout
-    again = forked.run([sys.executable, SCRIPT, *QUICK, *flags], timeout=200)
-    assert again.returncode == 0
-    assert json.loads(file.read_text())['rows'] == [stage, *predicted], 'measured and planned once'
+    assert 'predicted' in printed and 'held to W' in printed
+    again = benched('benchmark_gpt', tmp_path, *flags)[1]['rows']
+    assert again == result['rows'], 'measured and planned once'
 
 
 def predicted(name, p=4, m=12, **changed):
@@ -155,41 +146,24 @@ def test_flops_of_the_papers_models():
         )
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec('megatron.training') is None,
-    reason='needs megatron.training: in the wheel from 0.19 on (Python 3.12)',
-)
-def test_flops_are_megatrons(ranks):
-    assert ranks(2).run(megatrons_flops)[0] == [
-        pytest.approx(model.flops(24, model.tensor), rel=1e-12) for model in models.MODELS.values()
-    ]
-
-
-class Arguments(Namespace):
-    """Of megatron.training: what is not set is off."""
-
-    def __getattr__(self, name):
-        return None
-
-
-def megatrons_flops():
+@needs_training
+@pytest.mark.on_ranks(2)
+def test_flops_are_megatrons():
+    _find_megatron()
     from megatron.training.training import num_floating_point_operations
 
-    return [
-        num_floating_point_operations(
-            Arguments(
-                num_layers=model.layers,
-                hidden_size=model.hidden,
-                ffn_hidden_size=4 * model.hidden,
-                num_attention_heads=model.heads,
-                kv_channels=model.hidden // model.heads,
-                seq_length=model.sequence,
-                padded_vocab_size=model.vocabulary(model.tensor),
-            ),
-            24,
+    for model in models.MODELS.values():
+        sizes = Off(
+            num_layers=model.layers,
+            hidden_size=model.hidden,
+            ffn_hidden_size=4 * model.hidden,
+            num_attention_heads=model.heads,
+            kv_channels=model.hidden // model.heads,
+            seq_length=model.sequence,
+            padded_vocab_size=model.vocabulary(model.tensor),
         )
-        for model in models.MODELS.values()
-    ]
+        found = num_floating_point_operations(sizes, 24)
+        assert found == pytest.approx(model.flops(24, model.tensor), rel=1e-12)
 
 
 def test_results_file(tmp_path):
@@ -222,30 +196,3 @@ def test_published_pipelines_can_be_had(name):
     if name not in ('tiny', '175b'):
         assert model.stage_layers == per_rank
     build('zb-v', model.pipeline, 3 * model.pipeline)
-
-
-@pytest.mark.parametrize(
-    ('flags', 'world', 'message'),
-    [
-        ('--models tiny', '', 'needs torchrun: torchrun --nproc-per-node 8'),
-        ('--models tiny --single-gpu', '2', 'takes one process: start it without torchrun'),
-        ('--models 7b', '2', "unknown model '7b': known are tiny, 1.5b"),
-        ('--models tiny --schedules zb-w', '2', "unknown schedule 'zb-w'"),
-        ('--models tiny --schedules megatron:zb-v', '2', "unknown schedule 'megatron:zb-v'"),
-        ('--models tiny --microbatches 3q', '2', '--microbatches 3q: give numbers such as 24'),
-        ('--models tiny --iterations 0', '2', '--iterations 0 is too small: give 1 or more'),
-        ('--models tiny --tensor-parallel 3', '2', '2 GPUs do not divide by 3'),
-        ('--models tiny --pipeline-parallel 3', '2', '2 GPUs do not divide by 3 (tiny'),
-        ('--models tiny --json nowhere/r.json', '2', 'there is no folder nowhere'),
-        ('--models tiny --png r.jpg', '2', 'let its name end in .png or .svg'),
-        ('--models tiny --single-gpu --predict-ranks 1', '', 'give numbers from 2 up'),
-    ],
-)
-def test_refuses_before_it_starts(capsys, monkeypatch, flags, world, message):
-    monkeypatch.delenv('WORLD_SIZE', raising=False)
-    if world:
-        monkeypatch.setenv('WORLD_SIZE', world)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(flags.split())
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err

@@ -1,31 +1,22 @@
 """The benchmark of partitions at its smallest: all do the same work, and what it says is so."""
 
-from __future__ import annotations
-
-import json
 import os
 import subprocess
 import sys
 
-import forked
 import pytest
 from paths import ROOT
+from test_benchmark import benched
 
-from benchmarks.partition import cases, cli, resident, shares, two_hosts
+from benchmarks.partition import cases, resident, shares, two_hosts
 from benchmarks.partition.measured import Gpt
 
 pytestmark = pytest.mark.one_release
 
 
 def run(folder, *flags):
-    """The script as a user calls it: what it printed, and its JSON."""
-    file = folder / 'result.json'
-    command = [sys.executable, 'scripts/benchmark_partition.py', '--pp', '2', '--microbatches', '4']
-    command += ['--layers', '4', '--seconds-per-microbatch', '0.04', '--planning', '0.3']
-    command += ['--rounds', '1', '--json', file, *flags]
-    done = forked.run(command, cwd=ROOT, timeout=240, env={'XDG_CACHE_HOME': str(folder)})
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    return done.stdout, json.loads(file.read_text())
+    common = '--pp 2 --microbatches 4 --layers 4 --seconds-per-microbatch 0.04 --planning 0.3'
+    return benched('benchmark_partition', folder, *common.split(), '--rounds', '1', *flags)
 
 
 def test_costs_partition_iterations(tmp_path):
@@ -68,10 +59,13 @@ def test_two_hosts(tmp_path):
     assert even['median_ms'] > 1e3 * free.predicted + 40
 
 
+two_processors = pytest.mark.skipif(
+    (os.cpu_count() or 1) < 2, reason='two ranks want a processor each'
+)
 REAL = ['--real', '--hidden-size', '64', '--seq-length', '16', '--words', '512', '--samples', '1']
 
 
-def limited() -> str | None:
+def limited():
     """Why no process can be limited here; None if it can."""
     try:
         with shares.shared([0.5]):
@@ -80,12 +74,14 @@ def limited() -> str | None:
         return str(error)
 
 
+SHARE = [] if limited() else ['--share', '0.45']
+
+
 @pytest.mark.full
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason='two ranks want a processor each')
+@two_processors
 def test_real_passes(tmp_path):
     """Profiled while all ranks train, planned, trained: losses are those of stock, to the bit."""
-    share = [] if limited() else ['--share', '0.45']
-    text, result = run(tmp_path, *REAL, *share, '--rounds', '1')
+    text, result = run(tmp_path, *REAL, *SHARE, '--rounds', '1')
     assert 'losses are equal to the bit' in text
     even, zb_v, stock, plan = result['rows']
     assert (even['layout'], zb_v['layout']) == ('Ett|ttL', 'Et|t|t|tL')
@@ -96,13 +92,12 @@ def test_real_passes(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason='two ranks want a processor each')
+@two_processors
 @pytest.mark.parametrize('layers', [[], ['--tied']])
 def test_real_shards(tmp_path, layers):
     """S and T are profiled, too; all begin with the same weights."""
-    share = [] if limited() else ['--share', '0.45']
     more = ['--shards', '1f1b,zb-v', '--memory', *layers, '--rounds', '1']
-    text, result = run(tmp_path, *REAL, *share, *more)
+    text, result = run(tmp_path, *REAL, *SHARE, *more)
     assert 'losses are equal to the bit' in text
     names = [row['name'] for row in result['rows']]
     assert names == ['1f1b, even', '1f1b, best layout', '1f1b, shards', 'zb-v, shards']
@@ -190,25 +185,3 @@ def test_ranks_share_no_more_than_there_is():
     assert shares.spread([0.9, 0.9], [0, 1, 2]) == (0, 1)
     with pytest.raises(ValueError, match='give --share above 0'):
         shares.spread([0.6] * 4, [0, 1])
-
-
-@pytest.mark.parametrize(
-    ('flags', 'said'),
-    [
-        (['--share', '0.4'], '--share is of real passes'),
-        (['--tied'], '--tied is of real passes'),
-        (['--memory'], '--memory is of real passes'),
-        (['--real', '--measure'], '--measure is of emulated passes'),
-        (['--real', '--slow', '1:2'], 'with --real a slow rank has a smaller share'),
-        (['--real', '--share', '0.1', '--realtime'], 'leave --realtime out'),
-        (['--real', '--pp', '900', '--layers', '1800'], 'would take their time from each other'),
-        (['--pp', '1'], '--pp 1 is too small'),
-        (['--slow', '9:2'], '--slow 9:2: give RANK:FACTOR'),
-        (['--layers', '3'], '--layers 3 is too small'),
-        (['--busy'], '--busy is about the rank of --slow'),
-    ],
-)
-def test_odd_flags(capsys, flags, said):
-    with pytest.raises(SystemExit):
-        cli.main(flags)
-    assert said in capsys.readouterr().err

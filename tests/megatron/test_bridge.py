@@ -1,10 +1,7 @@
 """Megatron-Bridge: recipes train by our schedules as by Megatron, and load what it saved."""
 
-from __future__ import annotations
-
 import functools
 import re
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import bridge
@@ -27,7 +24,7 @@ WHAT = f'Megatron-Bridge {bridge.VERSION}: '
 
 
 @pytest.fixture(scope='module')
-def bridge_ranks() -> Iterator[Callable[[int], Ranks]]:
+def bridge_ranks():
     """As `ranks`, in processes that have Bridge, and Transformer Engine with emulated kernels."""
     newest = wheels.transformer_engine(wheels.NEWEST)
     pool = Pool(bridge.install, bridge.folder(), newest)
@@ -239,7 +236,6 @@ def run(bridge_ranks, tmp_path_factory):
 
 
 def attempt(weights, schedule, changes):
-    """On each rank: what a run leaves, or what it says."""
     try:
         return recipe.train(weights, schedule, False, LORA, changes)
     except ValueError as error:
@@ -262,7 +258,6 @@ def saved(run, tmp_path_factory):
 
 
 def saving(folder):
-    """Save there, for Hugging Face, too."""
     return {
         'checkpoint.save': str(folder),
         'checkpoint.save_interval': 2,

@@ -10,8 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from example import forget_groups
+from models import Job, train
 from outcome import error_of
 from parsed_flags import PLACED
+from rows import row, trains
+from supported import refuses
 
 import megatron_zbpp
 from megatron_zbpp.mcore import layout
@@ -21,6 +24,8 @@ from megatron_zbpp.mcore.layout import StageLayout
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.schedules import build
+
+pytestmark = pytest.mark.on_ranks(2)
 
 
 def compared(built, schedule='zb-v', layout=None):
@@ -49,8 +54,8 @@ def compared(built, schedule='zb-v', layout=None):
 @pytest.mark.parametrize(
     'built', [[[1], [2], [3], [4]], [[1, 2], [], [3], []], [[], [], [], []]], ids=str
 )
-def test_as_planned(ranks, built):
-    assert ranks(2).run(compared, built) == [None, None]
+def test_as_planned(built):
+    assert compared(built) is None
 
 
 @pytest.mark.parametrize(
@@ -58,11 +63,10 @@ def test_as_planned(ranks, built):
     [[[1], [3], [2], [4]], [[1], [2], [2], [3]], [[1], [2], [4], [5]], [[2], [3], [4], [5]]],
     ids=['a loop', 'twice', 'missing', 'the first'],
 )
-def test_another_model(ranks, built):
-    for said in ranks(2).run(compared, built):
-        assert said.startswith('the layers of decoder.layers were not built where the schedule has')
-        assert f'by stage {built}' in said
-        assert 'such as zb-h1' in said
+def test_another_model(built):
+    said = compared(built)
+    assert said.startswith('the layers of decoder.layers were not built where the schedule has')
+    assert f'by stage {built}' in said and 'such as zb-h1' in said
 
 
 @pytest.mark.parametrize(
@@ -76,10 +80,10 @@ def test_another_model(ranks, built):
     ],
     ids=['as laid out', 'pruned', 'again', 'numbers of a rank', 'the layout ignored'],
 )
-def test_a_loop(ranks, built, fits):
+def test_a_loop(built, fits):
     """What stock trains so trains; a class that ignores the layout is named."""
-    for found in ranks(2).run(compared, built, 'interleaved', 'Ett|t|t|ttL'):
-        assert found is None if fits else 'not built by pipeline_model_parallel_layout' in found
+    found = compared(built, 'interleaved', 'Ett|t|t|ttL')
+    assert found is None if fits else 'not built by pipeline_model_parallel_layout' in found
 
 
 def built_by(provider, schedule):
@@ -175,36 +179,50 @@ SAVED = [
 ]
 
 
-def told(settings):
-    """What saved arguments of a stock run tell."""
-    args = Namespace(**{'num_layers': 8, 'pipeline_model_parallel_size': 2, **settings})
-    return [list(rank) for rank in RankFiles.saved({'args': args}).layers]
-
-
 @pytest.mark.parametrize(('settings', 'layers'), SAVED, ids=str)
-def test_arguments_tell_the_layers(ranks, settings, layers):
-    assert ranks(1).run(told, settings) == [layers]
+def test_arguments_tell_the_layers(settings, layers):
+    """Those that a stock run has saved."""
+    args = Namespace(**{'num_layers': 8, 'pipeline_model_parallel_size': 2, **settings})
+    assert [list(rank) for rank in RankFiles.saved({'args': args}).layers] == layers
 
 
-def saved_and_read():
-    """What is written, read again, and how it differs from other schedules."""
+def test_what_is_written_is_compared():
+    """What is read again is the same, and how it differs from other schedules is told."""
     args = Namespace(num_layers=4, pipeline_model_parallel_layout='Et|t|t|tL')
     placed = {name: build(name, 2, 4).placement for name in ('zb-v', 'v-half', 'interleaved')}
     files = {name: RankFiles.of(name, each, _stages(args, each)) for name, each in placed.items()}
     again = RankFiles.saved(json.loads(json.dumps({KEY: files['zb-v'].state()})))
     four = RankFiles.by_megatron(Namespace(num_layers=4, pipeline_model_parallel_size=4))
-    return (
-        again == files['zb-v'],
-        again.layers == files['v-half'].layers,
-        again.layers == files['interleaved'].layers,
-        again.difference(files['interleaved']),
-        again.difference(four),
-        RankFiles.saved({}),
-    )
+    assert again == files['zb-v'] and RankFiles.saved({}) is None
+    assert again.layers == files['v-half'].layers != files['interleaved'].layers
+    difference = 'rank 0 holds layers E 1 | 4 L by zb-v, but E 1 | 3 by interleaved'
+    assert again.difference(files['interleaved']) == difference
+    ranks_differ = "it has 2 pipeline ranks by zb-v, but 4 by Megatron's 1F1B"
+    assert again.difference(four) == ranks_differ
 
 
-def test_what_is_written_is_compared(ranks):
-    ((written, alike, other, difference, ranks_differ, unknown),) = ranks(1).run(saved_and_read)
-    assert written and alike and not other and unknown is None
-    assert difference == 'rank 0 holds layers E 1 | 4 L by zb-v, but E 1 | 3 by interleaved'
-    assert ranks_differ == "it has 2 pipeline ranks by zb-v, but 4 by Megatron's 1F1B"
+# ---- Models that do not have each layer once.
+
+
+WHY = 'a stage cannot be told from one that was built elsewhere'
+test_identical_to_megatron = trains(
+    'layers {change}',
+    {'layers': 4},  # over ranks: two in each chunk of a V
+    row(
+        '',
+        ('zb-h1', 'zb-2p+post-validation', 'interleaved', 'zb-v'),
+        lambda change, schedule, **_: change == 'run twice' or schedule != 'zb-v',
+        **{'change': ('run twice', 'pruned', 'numbered from 11', 'run twice'), 'te': (False, True)},
+        kernels={'fused': {'fused': True, 'bf16': True}, 'plain': {}},
+    ),
+    te=True,
+)
+
+
+@refuses('layers {change}', WHY, 'zb-v')
+@pytest.mark.parametrize('change', ['pruned', 'numbered from 11'])
+def test_refused_in_a_v(ranks, data, change):
+    job = Job(layers=4, change=change, te=False)
+    for found in ranks(2).run(error_of, train, job, job.argv('zb-v', False, data)):
+        assert found.startswith('the layers of decoder.layers were not built where the schedule')
+        assert 'such as zb-h1, for layers that are pruned or have other numbers' in found

@@ -25,7 +25,6 @@ def of_tensor_parallelism(ranks):
 
 
 def count(job, argv):
-    """Collectives of one iteration on one rank."""
     with counted(of_tensor_parallelism) as found, norms_for_sequence_parallelism():
         train(job, argv)
     return found
@@ -43,7 +42,6 @@ def norms_for_sequence_parallelism():
 
 
 def collectives(ranks, data, job, schedule):
-    """Of all ranks, by kind."""
     argv = [*job.argv(schedule, False, data), '--train-iters', '1']
     return sum(ranks(job.size).run(count, job, argv), Counter())
 

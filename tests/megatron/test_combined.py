@@ -16,7 +16,7 @@ import events
 import pytest
 from collectives import counted
 from grids import some
-from nvidia import EARLY, SCRIPT, by, go_on, launch, needs_training, run
+from nvidia import SCRIPT, by, go_on, launch, needs_training, run
 from outcome import of_all, refusal
 from supported import refuses, supports
 from test_auto import told
@@ -115,10 +115,9 @@ def flags_of(model: str, p: int) -> list:
 def test_identical_to_megatron(ranks, tmp_path, p, model):
     """From a checkpoint of Megatron's own 1F1B; each cell is one combined step, as planned."""
     found, _ = go_on(ranks(2 * p), tmp_path, flags_of(model, p), OURS, event=combined_steps)
-    for rank, steps in enumerate(found.reported):
-        if model == 'experts':
-            assert steps == planned(p, rank // 2, layers=1)
-        assert any(len(step) > 2 for step in steps)
+    require_joined(found)
+    for rank, steps in enumerate(found.reported if model == 'experts' else ()):
+        assert steps == planned(p, rank // 2, layers=1)
 
 
 INTERLEAVED = ['--num-virtual-stages-per-pipeline-rank', 2, OVERLAP]
@@ -150,7 +149,11 @@ MODELS_OF_TE = {
 def test_transformer_engine(te_ranks, tmp_path, p, model):
     """Whose modules delay weight gradients, though Megatron's plans are to find that none does."""
     flags, ours = [*flags_of('experts', p), *TE, *MODELS_OF_TE[model]], ['--delay-wgrad-compute']
-    found, _ = go_on(te_ranks(2 * p), tmp_path, flags, [*OURS, *ours], event=combined_steps)
+    require_joined(go_on(te_ranks(2 * p), tmp_path, flags, [*OURS, *ours], event=combined_steps)[0])
+
+
+def require_joined(found: Any) -> None:
+    """Each rank ran some passes as one."""
     assert all(any(len(step) > 2 for step in steps) for steps in found.reported)
 
 
@@ -201,18 +204,12 @@ def test_collectives(ranks):
 
 
 @pytest.mark.full
-@supports('overlapped communication of experts', 'dualpipe-v+post-validation')
-def test_post_validation(ranks, tmp_path):
-    go_on(ranks(4), tmp_path, [*flags_of('experts', 2), '--train-iters', 6], [*OURS, *EARLY])
-
-
-@pytest.mark.full
-@supports('overlapped communication of experts', 'stp')
-def test_stp(ranks, tmp_path):
-    """Its F & B run as one; Megatron has nothing for its F & F and F & W, which run apart."""
-    flags, ours = flags_of('experts', 2), [*by('stp'), OVERLAP]
-    found, _ = go_on(ranks(4), tmp_path, flags, ours, event=combined_steps)
-    assert all(any(len(step) > 2 for step in steps) for steps in found.reported)
+@supports('overlapped communication of experts', '{schedule}')
+@pytest.mark.parametrize('schedule', ['dualpipe-v+post-validation', 'stp'])
+def test_other_schedules(ranks, tmp_path, schedule):
+    """Of STP F & B run as one; Megatron has nothing for its F & F and F & W, which run apart."""
+    flags, ours = [*flags_of('experts', 2), '--train-iters', 6], [*by(schedule), OVERLAP]
+    require_joined(go_on(ranks(4), tmp_path, flags, ours, event=combined_steps)[0])
 
 
 @pytest.mark.full
@@ -229,7 +226,6 @@ def test_a_file(ranks, tmp_path):
 
 
 def _whole(order: Any) -> Iterator[Any]:
-    """B as BW, and no W."""
     for entry in order:
         if not isinstance(entry, Pass):
             yield entry

@@ -86,7 +86,6 @@ def test_backward_arguments():
 
 
 def test_logged_losses():
-    """Of a router, logged by Megatron's own function."""
     from megatron.core.transformer.moe import moe_utils
 
     record = getattr(moe_utils, 'save_to_aux_losses_tracker', None)

@@ -1,10 +1,7 @@
 """Compositions drawn at random, each beside all that the docs say it equals."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
 import compositions
@@ -30,7 +27,7 @@ class Scaled:
     factor: float
 
     @contextmanager
-    def __call__(self, training: Any):
+    def __call__(self, training):
         original = training.finalize_model_grads
 
         def finalize_model_grads(model, *args, **kwargs):

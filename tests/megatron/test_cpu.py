@@ -1,10 +1,7 @@
 """Megatron-Core on the CPU: armed in time or not at all, and seeds that reach the generator."""
 
-from __future__ import annotations
-
 import os
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -72,7 +69,7 @@ def test_gathers_tensors_of_any_size(async_op):
     assert torch.cat(outputs).tolist() == [0, 0, 0, 2, 2]
 
 
-def leave(folder: Path, pairs: int = 4) -> None:
+def leave(folder, pairs=4):
     """Prints how pairs of ranks end when a collective is over for them, while a thread of it is
     busy for longer: it lets go of many tensors."""
     cpu.install()

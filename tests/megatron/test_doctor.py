@@ -14,6 +14,7 @@ import pytest
 import torch
 from commands import run
 from nvidia import CHECKOUT, needs_training
+from tables import rows_of
 
 from megatron_zbpp.analysis import gain
 from megatron_zbpp.cli import main
@@ -25,10 +26,11 @@ SIZES = '--num-layers 22 --hidden-size 64 --num-attention-heads 4 --seq-length 6
 SIZES += '--micro-batch-size 2 --pipeline-model-parallel-size 8'.split()
 ENDS = ['--account-for-embedding-in-pipeline-split', '--account-for-loss-in-pipeline-split']
 SIZES += ENDS
+LAUNCHER = ['-m', 'megatron_zbpp.launch']
+LINE = [*SIZES, '--global-batch-size', '48', '--pipeline-schedule']
 
 
 def line(*more, schedule='zb-v', gpus=8, batch=48):
-    """Of a job of those sizes."""
     given = [*SIZES, '--global-batch-size', batch, '--pipeline-schedule', schedule, *more]
     return ['--gpus', gpus, '--', *given]
 
@@ -55,14 +57,12 @@ def doctor(words, training=False):
 
 
 def report(ranks, *words, training=False):
-    """Exit code, and the report as JSON."""
     (code, out, errors), _ = ranks(2).run(doctor, ['--json', *words], training)
     assert not errors, errors
     return code, json.loads(out)
 
 
 def refusal(ranks, *words):
-    """The one line that is said of bad input."""
     (code, out, errors), _ = ranks(2).run(doctor, words)
     assert code == 2 and not out and errors.count('\n') == 1, (code, out, errors)
     return errors
@@ -71,7 +71,7 @@ def refusal(ranks, *words):
 def test_command():
     """As users call it: a process of its own, without a launcher."""
     zbpp = Path(sys.executable).with_name('zbpp')
-    words = [*SIZES, '--global-batch-size', '48', '--pipeline-schedule', 'zb-v']
+    words = [*LINE, 'zb-v']
     done = run([zbpp, 'doctor', '--', *words])
     assert done.returncode == 0 and not done.stderr, done.stderr
     for said in ('megatron-core', 'python', 'all take effect', 'rank 0: stage 7: 2, stage 8: 1'):
@@ -86,8 +86,9 @@ def test_command():
     assert '  megatron.core.parallel_state.initialize_model_parallel\n' in told
 
 
-def looked_at():
-    """What is told, and how many passes each schedule has that is simulated, of a large job."""
+@pytest.mark.on_ranks(1)
+def test_what_is_looked_at_is_told():
+    """It answers in seconds: it simulates the schedule and 1F1B once each, and starts no job."""
     from megatron_zbpp.launch.doctor import examine
     from megatron_zbpp.mcore.iteration import announcement
 
@@ -108,12 +109,6 @@ def looked_at():
     ):
         given = ['--global-batch-size', '512', '--pipeline-schedule', 'zb-v']
         examine([*words, *given], 16, told.append)
-    return told, simulated
-
-
-def test_what_is_looked_at_is_told(ranks):
-    """It answers in seconds: it simulates the schedule and 1F1B once each, and starts no job."""
-    ((told, simulated),) = ranks(1).run(looked_at)
     assert [text.split()[0] for text in told] == ['importing', 'reading', 'looking']
     assert sorted(simulated) == [16 * 256 * 2, 2 * 16 * 256 * 3], 'F and BW of 1F1B'
 
@@ -156,8 +151,17 @@ def test_installation(ranks):
     assert all(not patch['problem'] for patch in found['patches'])
 
 
-def moved(what):
-    """The problems found where Megatron's code is not what it was, by target."""
+@pytest.mark.on_ranks(2)
+@pytest.mark.parametrize(
+    ('what', 'name', 'number'),
+    [
+        ('function', 'forward_backward_pipelining_with_interleaving', 2),
+        ('method', 'PipelineParallelLayerLayout', 1),
+        ('gone', '_no_such_name', 1),
+        ('class', 'megatron.core', 1),
+    ],
+)
+def test_moved_upstream(what, name, number):
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.transformer import TransformerConfig
 
@@ -174,23 +178,9 @@ def moved(what):
     with change[what]:
         problems = {p.target: p.problem for p in doctor.patches() if p.problem}
     assert own == (schedules.get_forward_backward_func, TransformerConfig.__post_init__)
-    return problems
-
-
-@pytest.mark.parametrize(
-    ('what', 'name', 'number'),
-    [
-        ('function', 'forward_backward_pipelining_with_interleaving', 2),
-        ('method', 'PipelineParallelLayerLayout', 1),
-        ('gone', '_no_such_name', 1),
-        ('class', 'megatron.core', 1),
-    ],
-)
-def test_moved_upstream(ranks, what, name, number):
-    for problems in ranks(2).run(moved, what):
-        assert len(problems) == number
-        assert any(name in target for target in problems), problems
-        assert all('Traceback' not in problem for problem in problems.values())
+    assert len(problems) == number
+    assert any(name in target for target in problems), problems
+    assert all('Traceback' not in problem for problem in problems.values())
 
 
 def test_plan(ranks):
@@ -217,27 +207,25 @@ def test_plan(ranks):
     ],
 )
 def test_first_iteration(ranks, launcher, flag, told):
-    script = ['-m', 'megatron_zbpp.launch', *launcher, 'pretrain_gpt.py']
-    words = [*SIZES, '--global-batch-size', 48, '--pipeline-schedule', 'zb-v', *flag]
-    _, found = report(ranks, '--gpus', 8, '--', *script, *words)
-    notes = found['launch_line']['notes']
+    notes = notes_of(ranks, *LAUNCHER, *launcher, 'pretrain_gpt.py', *LINE, 'zb-v', *flag)
     assert [f'the first iteration is prepared {told}' in note for note in notes].count(True) == 1
+
+
+def notes_of(ranks, *words):
+    _, found = report(ranks, '--gpus', 8, '--', *words)
+    return found['launch_line']['notes']
 
 
 @needs_training
 @pytest.mark.parametrize('flag', [(), ('--overlap-moe-expert-parallel-comm',)])
 def test_what_overlapped_experts_need(ranks, flag):
-    script = ['-m', 'megatron_zbpp.launch', 'pretrain_gpt.py']
-    words = [*SIZES, '--global-batch-size', 48, '--pipeline-schedule', 'dualpipe-v', *flag]
-    _, found = report(ranks, '--gpus', 8, '--', *script, *words)
-    notes = found['launch_line']['notes']
+    notes = notes_of(ranks, *LAUNCHER, 'pretrain_gpt.py', *LINE, 'dualpipe-v', *flag)
     assert ['CUDA_DEVICE_MAX_CONNECTIONS' in note for note in notes].count(True) == len(flag)
 
 
 def test_no_schedule_in_the_launch_line(ranks):
     for words, told in (((), True), (('--pipeline-schedule', 'zb-v'), False)):
-        _, found = report(ranks, '--gpus', 8, '--', 'pretrain_gpt.py', *SIZES, *words)
-        notes = found['launch_line']['notes']
+        notes = notes_of(ranks, 'pretrain_gpt.py', *SIZES, *words)
         assert any('no --pipeline-schedule is given: ' in note for note in notes) == told
 
 
@@ -321,11 +309,6 @@ def test_sizes_of_evaluations(ranks, tmp_path):
     assert code == 0 and found['launch_line']['iterations'][0]['microbatches'] == 4
 
 
-def test_layers_need_not_divide(ranks):
-    code, found = report(ranks, *line('--num-layers', 21, schedule='zb-h1'))
-    assert code == 0 and sum(found['launch_line']['layers']) == 21
-
-
 def test_a_script_that_is_not_there(ranks, tmp_path):
     script = tmp_path / 'pretrain_gpt.py'
     words = ['-m', 'megatron_zbpp.launch', script, *SIZES, '--pipeline-schedule', 'zb-v']
@@ -388,64 +371,28 @@ def test_nothing_to_do(ranks, size):
     assert ('one pipeline rank has no pipeline' in out) == (size == 1)
 
 
-V = '--pipeline-schedule zb-v'
-
-
-@pytest.mark.parametrize(
-    ('words', 'said'),
-    [
-        ('--pipeline-schedule zb-x', 'zb-x'),
-        (f'{V} --num-layers 7', '7 layers cannot be placed'),
-        (f'{V} --num-layers many', 'invalid int value'),
-        (f'{V} --global-batch-size 3', '3 does not divide by 2'),
-        (f'{V} --micro-batch-size 0', '--micro-batch-size'),
-        (f'{V} --tensor-model-parallel-size 3', '--gpus'),
-        ('--pipeline-schedule-file no-such-file.json', 'no-such-file.json'),
-        (
-            '--pipeline-schedule chimera --global-batch-size 4',
-            'data-parallel size 1 is wrong because chimera runs on pairs of replicas',
-        ),
-        (
-            '--pipeline-schedule pipedream-2bw --global-batch-size 12',
-            'pipedream-2bw with 6 microbatches on 8 ranks needs weights before they are made',
-        ),
-        (f'{V} --pipeline-slices 7,9', 'slices: 7,9 are 16 tokens, but sequences have'),
-        ('--pipeline-shedule zb-v', 'not known: did you mean --pipeline-schedule?'),
-        ('--enable-optimiser-post-validation', 'mean --enable-optimizer-post-validation?'),
-    ],
-)
-def test_bad_input(ranks, words, said):
-    given = [*SIZES, '--global-batch-size', 48, *words.split()]
-    assert said in refusal(ranks, '--gpus', 8, '--', *given)
-
-
 SMALL = '--num-layers 8 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --train-iters 4'
 SMALL += ' --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8'
 SMALL += ' --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1'
-AUTO = '--pipeline-schedule auto --pipeline-schedule-memory-limit'
+AUTO = '--pipeline-schedule auto --pipeline-schedule-memory-limit 1'
+
+
+LINES = {
+    'zbpp doctor, 8 ranks': ['--gpus', '8', '--', *SIZES, '--global-batch-size', '48'],
+    'zbpp doctor, 2 ranks': ['--', *SMALL.split()],
+}
 
 
 @pytest.mark.parametrize(
-    ('words', 'said'),
-    [
-        ('--num-attention-heads 5', '--num-attention-heads 5 does not divide --hidden-size 128'),
-        ('--group-query-attention --num-query-groups 3', 'does not divide --num-attention-heads 4'),
-        ('--tensor-model-parallel-size 8', '--num-attention-heads 4: Megatron refuses it (num_att'),
-        ('--micro-batch-size 0', '--micro-batch-size 0 is not possible: give a whole number from'),
-        ('--global-batch-size 0', '--global-batch-size 0 is not possible'),
-        ('--seq-length 0', '--seq-length 0 is not possible'),
-        ('--context-parallel-size -1', '--context-parallel-size -1 is not possible'),
-        (f'{AUTO} 0', 'memory-limit is 0, but each plan holds one microbatch on a rank: give 1 or'),
-        (f'{AUTO} 0.9', 'memory-limit is 0.9, but each plan holds one microbatch on a rank'),
-        ('--pipeline-schedule zb-1p --pipeline-schedule-memory-limit 0.9', 'is too small for rank'),
-    ],
+    ('line', 'words', 'said'),
+    [(line, *row) for name, line in LINES.items() for row in rows_of('refused_lines.txt', name)],
 )
-def test_sizes_that_no_job_has(ranks, words, said):
-    assert said in refusal(ranks, '--', *SMALL.split(), *words.split())
+def test_bad_input(ranks, line, words, said):
+    assert said in refusal(ranks, *line, *words.split())
 
 
 def test_the_least_that_a_plan_holds(ranks):
-    code, _ = report(ranks, '--', *SMALL.split(), *f'{AUTO} 1'.split())
+    code, _ = report(ranks, '--', *SMALL.split(), *AUTO.split())
     assert code == 0
 
 
@@ -468,38 +415,29 @@ def test_sizes_that_megatron_validates(ranks):
 
 def test_all_that_is_wrong_is_told_at_once(ranks):
     words = '--pipeline-message-ctas x --pipeline-message-priority hi --pipeline-trace-dir /proc/no'
+    errors = complaints(ranks, words)
+    starts = [line.partition(' is ')[0] for line in errors]
+    assert starts == [f'zbpp: {flag}' for flag in words.split()[::2]], errors
+    cures = 'from 1 up', "'high' or 'group'", 'of another folder'
+    assert all(cure in error for cure, error in zip(cures, errors, strict=True)), errors
+
+
+def complaints(ranks, words):
     line = ['--', *SIZES, '--pipeline-schedule', 'zb-v', *words.split()]
     (code, out, errors), _ = ranks(2).run(doctor, line)
     assert code == 2 and not out
-    starts = [line.partition(' is ')[0] for line in errors.splitlines()]
-    assert starts == [f'zbpp: {flag}' for flag in words.split()[::2]], errors
-    assert all(cure in errors for cure in ('from 1 up', "'high' or 'group'", 'of another folder'))
+    return errors.splitlines()
 
 
 def test_what_argparse_refuses_is_told_beside(ranks):
     """Megatron's own flags, one without its value, and one that is misspelt."""
     words = '--hidden-size --num-layers abc --pipeline-clip 3 --pipeline-traces x'
-    line = ['--', *SIZES, '--pipeline-schedule', 'zb-v', *words.split()]
-    (code, out, errors), _ = ranks(2).run(doctor, line)
-    assert code == 2 and not out
-    assert errors.splitlines() == [
+    assert complaints(ranks, words) == [
         'zbpp: launch line: argument --hidden-size: expected one argument',
         "zbpp: launch line: argument --num-layers: invalid int value: 'abc'",
         "zbpp: --pipeline-clip is '3': give 'stage' or 'global'",
         'zbpp: launch line: --pipeline-traces is not known: did you mean --pipeline-trace-dir?',
-    ], errors
-
-
-def test_one_rank_takes_no_wrong_values(ranks):
-    said = refusal(
-        ranks, '--', *SIZES, *'--pipeline-model-parallel-size 1 --pipeline-schedule no'.split()
-    )
-    assert "unknown schedule 'no'" in said
-
-
-def test_gpus_by_torchrun_that_cannot_be_known(ranks):
-    line = ['torchrun', '--nproc-per-node', 'gpu', 'pretrain_gpt.py', *SIZES]
-    assert '--nproc-per-node gpu is no number: give --gpus' in refusal(ranks, '--', *line)
+    ]
 
 
 def test_what_slices_refuse(ranks):
@@ -513,8 +451,7 @@ def test_what_slices_refuse(ranks):
 
 @needs_training
 def test_by_megatrons_own_parser(ranks):
-    words = [*SIZES, '--global-batch-size', 48, '--pipeline-schedule', 'zb-v']
-    words += ['--mtp-num-layers', 1, '--tp-comm-overlap']
+    words = [*LINE, 'zb-v', '--mtp-num-layers', 1, '--tp-comm-overlap']
     mistaken = ['--mistaken', '--untie-embedding-and-output-weights']
     code, found = report(ranks, '--', *words, *mistaken, training=True)
     line = found['launch_line']
@@ -531,11 +468,8 @@ def test_by_megatrons_own_parser(ranks):
 
 
 @needs_training
-def test_no_flag_of_megatron_is_taken_for_a_misspelt_one(ranks):
-    ranks(2).run(every_flag)
-
-
-def every_flag():
+@pytest.mark.on_ranks(2)
+def test_no_flag_of_megatron_is_taken_for_a_misspelt_one():
     from megatron_zbpp.launch import flags, launch_line
 
     ours = argparse.ArgumentParser()

@@ -20,8 +20,6 @@ LAST = 4  # iteration before the exit
 
 
 class Exit(NamedTuple):
-    """How a run ends."""
-
     schedule: str
     flags: list
     event: Any = events.nothing  # brings it about
@@ -44,12 +42,16 @@ EXITS = {
 FULL = {'signal in a forward that runs ahead in a V', 'interval'}
 
 
-@pytest.fixture(scope='module')
-def stock(ranks, tmp_path_factory):
+def saved(ranks, tmp_path_factory, flags):
     """What Megatron's own 1F1B gives, and its checkpoint."""
     folder = tmp_path_factory.mktemp('stock')
-    trained = run(ranks(2), *FLAGS, '--save', folder, '--save-interval', 1)
+    trained = run(ranks(2), *flags, '--save', folder, '--save-interval', 1)
     return trained, ['--load', folder, '--ckpt-step', 1]
+
+
+@pytest.fixture(scope='module')
+def stock(ranks, tmp_path_factory):
+    return saved(ranks, tmp_path_factory, FLAGS)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,6 @@ def stock(ranks, tmp_path_factory):
     ],
 )
 def test_resumed_after_an_exit(ranks, stock, tmp_path, how):
-    """It gives what a run without the exit gives."""
     whole, loading = stock
     schedule, flags, event, reported = EXITS[how]
     ours = [*FLAGS, *by(schedule)]
@@ -88,11 +89,9 @@ RANKS = {'zb-h1': 4}
 
 @pytest.fixture(scope='module')
 def skipping(ranks, tmp_path_factory):
-    """What Megatron's own 1F1B gives that skips the same, and its checkpoint."""
-    folder = tmp_path_factory.mktemp('stock')
-    trained = run(ranks(2), *SKIPPED, '--save', folder, '--save-interval', 1)
+    trained, loading = saved(ranks, tmp_path_factory, SKIPPED)
     assert len(set(trained.losses.values())) == 5
-    return trained, ['--load', folder, '--ckpt-step', 1]
+    return trained, loading
 
 
 @supports("NVIDIA's loop: skipped iterations")

@@ -48,7 +48,6 @@ SCHEDULES = {
 
 
 def logged(job, argv):
-    """Trains on a rank; what is left, and what N has logged."""
     log = []
     training(log)
     return train(job, argv), log

@@ -1,7 +1,5 @@
 """The first hours of users, by what the README and two pages tell to type, in their order."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -16,6 +14,7 @@ import walks
 from forked import run
 from nvidia import COMMON, SCRIPT, needs_training
 from paths import ROOT
+from tables import rows_of
 
 from megatron_zbpp.cli import main
 from megatron_zbpp.ir.timeline import MEANING
@@ -24,107 +23,23 @@ pytestmark = pytest.mark.one_release
 
 
 DOCS = ROOT / 'docs'
-INSTALLED = 'tests/megatron/test_readme.py::test_install_zbpp_command'
-BY_README = 'tests/megatron/test_readme.py::test_zbpp_commands'
-BY_UNBALANCED = 'tests/megatron/test_first_hour.py::test_from_a_run_to_a_better_layout'
-TRAINED = 'tests/megatron/test_readme.py::test_launch_command'
-QUICKSTART = 'tests/megatron/test_first_hour.py::test_quickstart'
-GAIN = r'{}% less time than 1f1b'
-IDLE = r'idle GPU time \d+\.\d+%: (schedule|uneven stages|messages) \d'
-PLANNED = (r'layout E[t|]+L\n', IDLE, r'lower bound of all partitions \d+, gap \d+\.\d+%')
-PLANNED += (r'even split with 1f1b: 603; this takes [123]\d\.\d% less', r'\nrank  device  layers')
-FITTED = (r't +14 +0\.0052875 +0\.0052625 +0\.0039625', r'largest error of a stage: 0\.2%')
 
 
-def ranking() -> tuple[str, ...]:
+def ranking():
     """Rows of the table that the page has of latencies, as they are printed."""
-    rows = re.findall(
+    found = re.findall(
         r'^\| `(.+)`, (best|even) \|(.*) \|$', (DOCS / 'unbalanced.md').read_text(), re.M
     )
-    return tuple(
+    return [
         rf'{name}, {kind} +{r" +".join(times.split(" | "))}\n'.replace('  +', ' +')
-        for name, kind, times in rows
-    )
+        for name, kind, times in found
+    ]
 
 
-# of each page: how each command begins, and what it must print, or the test that runs it
-WALKS: dict[str, list[tuple[str, tuple[str, ...] | str]]] = {
-    'README': [
-        ('./scripts/quickstart.sh', QUICKSTART),
-        ('./scripts/test.sh', '.ci/run::'),
-        ('pip install', INSTALLED),
-        ('torchrun --nproc-per-node 8 -m megatron_zbpp.launch', TRAINED),
-        ('zbpp bench', 'tests/megatron/test_readme.py::test_bench_command'),
-        (
-            'zbpp compare --pp 8',
-            (
-                r'schedule +makespan +gain +idle +window +bubble +peak\n',
-                r'zb-v +75\.5 +18\.8% +4\.64% ',
-                r'1f1b +93 +0\.0% ',
-                r'idle: share of all GPU time',
-            ),
-        ),
-        (
-            'zbpp show --schedule zb-v',
-            (r'rank 0  F', r'W weight gradient, · idle', GAIN.format(r'22\.7'), IDLE),
-        ),
-    ],
-    'getting-started': [
-        *[('pip install', INSTALLED)] * 3,
-        (
-            'zbpp doctor --gpus 8',
-            (
-                r'^schedule: zb-v\n',
-                r'parallel: GPUs 8, tensor 1, context 1, pipeline 8, data 1',
-                r'64 microbatches .*' + GAIN.format(r'8\.2') + r', idle GPU time 1\.8%',
-                r'rank 0: stage 7: 2, stage 8: 2',
-                r"note: losses from scratch differ from stock Megatron's: .* hidden_dropout 0\.1",
-                r'patches: \d+, all take effect',
-            ),
-        ),
-        ('./scripts/quickstart.sh', QUICKSTART),
-        ('torchrun --nproc-per-node 8 -m megatron_zbpp.launch', TRAINED),
-        ('torchrun --nproc-per-node 2 train.py', BY_README),
-        ('torchrun --nproc-per-node 4 examples/gpt/pretrain_gpt.py', BY_README),
-    ],
-    'unbalanced': [
-        ('torchrun', BY_UNBALANCED),
-        ('zbpp profile trace', (r'3 +tttL +25\.4 +24\.9 +20\.8', *FITTED)),
-        (
-            'zbpp partition measured.json',
-            (r'lower bound', r'1f1b: 0\.7295; this takes 2\d\.\d% less'),
-        ),
-        ('zbpp convert --file better.json', (r'^wrote better\.html\n$',)),
-        ('torchrun', BY_UNBALANCED),
-        ('zbpp profile trace', FITTED),
-        ('zbpp profile job.log', (r'wrote own\.json', r'wrote times\.json')),
-        ('zbpp profile torch_profile', (r't +\d+ ', r'wrote own\.json')),
-        ('zbpp profile report.sqlite', (r't +\d+ ', r'wrote times\.json')),
-        ('zbpp plan --pp 2', (GAIN.format(r'\d+\.\d'), IDLE, r'named schedule: ')),
-        ('zbpp profile --model llama', (r't +14 ', r'wrote shape\.json')),
-        ('zbpp profile --stages', (r'largest error of a stage: ',)),
-        ('zbpp profile --stages', (*FITTED, r'wrote machines\.json')),
-        ('zbpp partition layers.json --pp 4 --microbatches 8 --seconds', PLANNED),
-        ('zbpp partition layers.json', (*PLANNED, r'wrote plan\.json')),
-        ('zbpp check plan.json', (r'^valid: ',)),
-        ('zbpp convert --file plan.json', (r'^wrote plan\.html\n$',)),
-        ('zbpp partition layers.json', (*PLANNED, r'^(1f1b|interleaved): 4 ranks')),
-        ('python search.py', BY_README),
-        ('zbpp partition layers.json --devices devices.json', (r'a0\n|a0 ', r'b1 ', IDLE)),
-        ('zbpp partition layers.json --devices devices.json', BY_README),
-        ('zbpp partition layers.json --pp 4 --microbatches 8 --strategy pipedream', BY_README),
-        (
-            'zbpp partition layers.json --devices devices.json --microbatches 8 --strategy spp',
-            BY_README,
-        ),
-        (
-            'zbpp compare --layers-file',
-            (*ranking(), r'best partition: zb-v at 0 \(gain 2\d\.\d%\),'),
-        ),
-        ('zbpp bubbles', (r'before pass\n', r'\n15 gaps, 36 in all')),
-        ('zbpp freeze', (r'wrote freeze\.json',)),
-    ],
-}
+BY_README = 'in tests/megatron/test_readme.py::test_zbpp_commands'
+WALKS = {name: rows_of('walks.txt', name) for name in ('README', 'getting-started', 'unbalanced')}
+# patterns of `walks.txt` by name
+NAMED = {name: sum(rows_of('walks.txt', name), ()) for name in ('IDLE', 'PLANNED', 'FITTED')}
 
 
 @pytest.mark.parametrize('name', WALKS)
@@ -135,12 +50,13 @@ def test_walk(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
     monkeypatch.setenv('COLUMNS', '120')
-    typed, rows = pages.lines(page), WALKS[name]
-    assert len(typed) == len(rows), 'a command was added or left out: give it a row'
-    for line, (start, wanted) in zip(typed, rows, strict=True):
+    named = NAMED | {'RANKING': ranking()}
+    typed, walk = pages.lines(page), WALKS[name]
+    assert len(typed) == len(walk), 'a command was added or left out: give it a row'
+    for line, (start, *wanted) in zip(typed, walk, strict=True):
         assert line.startswith(start)
-        if isinstance(wanted, str):
-            file, test = wanted.split('::')
+        if wanted[0].startswith('in '):
+            file, test = wanted[0].removeprefix('in ').split('::')
             assert (f'def {test}(' if test else Path(start).name) in (ROOT / file).read_text()
             continue
         words = shlex.split(walks.shorter(line, tmp_path))
@@ -152,7 +68,7 @@ def test_walk(name, tmp_path, monkeypatch, capsys):
             code = main(words[1:])
             out, errors = capsys.readouterr()
         assert code == 0, (line, errors)
-        for pattern in wanted:
+        for pattern in [each for cell in wanted for each in named.get(cell, [cell])]:
             assert re.search(pattern, out), (line, pattern, out)
 
 

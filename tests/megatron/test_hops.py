@@ -119,21 +119,22 @@ def loss_of(losses):
 
 
 def trained(schedule, ranks, wrong=None, mhc=False, options=None, lengths=False):
-    """Losses and gradients of this rank's stages, in hex, by the pipeline and by autograd; and how
-    many forwards the pipeline ran."""
+    """Hold that losses and gradients of this rank's stages are those of autograd, to the bit; how
+    often the pipeline ran each stage forward."""
     with pipeline(schedule, ranks, wrong, mhc, options, lengths) as (layout, own, call):
-        import torch.distributed as dist
-
-        held = layout.stages(dist.get_rank())
-        weights = gathered({s: c.module.state_dict() for s, c in zip(held, own, strict=True)})
+        rank = dist.get_rank()
+        held = {s: c.module for s, c in zip(layout.stages(rank), own, strict=True)}
+        weights = gathered({stage: chunk.state_dict() for stage, chunk in held.items()})
         losses, count = call()
-        ours = {s: hashes(c.module, 'main_grad') for s, c in zip(held, own, strict=True)}
         whole = build(layout, range(ranks * layout.num_chunks), None, mhc)[1]
         for stage, chunk in enumerate(whole):
             chunk.load_state_dict(weights[stage])
-        expected = by_autograd(whole)
-        reference = {stage: hashes(whole[stage], 'grad') for stage in held}
-        return losses, ours, expected, reference, count
+        assert by_autograd(whole) == losses or (not losses and rank < ranks - 1)
+        for stage, chunk in held.items():
+            for ours, theirs in zip(chunk.parameters(), whole[stage].parameters(), strict=True):
+                both = (each.float().numpy().tobytes() for each in (ours.main_grad, theirs.grad))
+                assert len({*both}) == 1, stage
+        return count / len(held)
 
 
 @contextmanager
@@ -211,15 +212,6 @@ def by_autograd(chunks):
     return losses
 
 
-def hashes(chunk, field):
-    """Sums and all bits of each gradient."""
-    found = {}
-    for name, parameter in chunk.named_parameters():
-        gradient = getattr(parameter, field)
-        found[name] = gradient.double().sum().item().hex(), hash(gradient.float().numpy().tobytes())
-    return found
-
-
 @pytest.fixture(autouse=True)
 def recorded(record_property):
     """Rows are of the release in the checkout, where there is one."""
@@ -227,13 +219,7 @@ def recorded(record_property):
         record_property('megatron', release())
 
 
-def require_same(found, ranks):
-    for losses, ours, expected, reference, _ in found:
-        assert ours == reference
-        assert losses in ([], expected)
-    assert found[-1][0] and len(found) == ranks
-
-
+@pytest.mark.on_ranks('ranks_')
 @supports('stages that exchange several tensors ({given})')
 @grid(
     schedule=('zb-v', 'zb-h1', 'interleaved', '1f1b'),
@@ -241,14 +227,11 @@ def require_same(found, ranks):
     given=('no options', 'recompute', 'prewarm'),
     when=lambda schedule, ranks_, given: ranks_ == 2 or schedule in ('zb-h1', '1f1b'),  # 4 layers
 )
-def test_gradients_are_those_of_autograd(ranks, schedule, ranks_, given):
+def test_gradients_are_those_of_autograd(schedule, ranks_, given):
     """Hidden states, a delta of another shape and dtype, and numbers without a gradient."""
     options = {'recompute': {'recompute': 'all'}, 'prewarm': {'prewarm': True}}.get(given)
-    found = ranks(ranks_).run(trained, schedule, ranks_, None, False, options)
-    require_same(found, ranks_)
-    if given != 'recompute':
-        each = MICROBATCHES + (given == 'prewarm')
-        assert [ran for *_, ran in found] == [each * len(ours) for _, ours, *_ in found]
+    ran = trained(schedule, ranks_, options=options)
+    assert given == 'recompute' or ran == MICROBATCHES + (given == 'prewarm')
 
 
 @supports('stages that exchange several tensors (weights of several versions)')
@@ -311,7 +294,7 @@ def test_residual_streams(ranks, schedule, ranks_):
     """Of main, whose config refuses pipelines yet: edges are n times as wide."""
     if not ranks(2).run(has_residual_streams)[0]:
         absent('hyper-connections are on main')
-    require_same(ranks(ranks_).run(trained, schedule, ranks_, None, True), ranks_)
+    ranks(ranks_).run(trained, schedule, ranks_, None, True)
 
 
 def test_megatron_guards_residual_streams(ranks):
@@ -391,17 +374,14 @@ def t5_step(data, model):
     return made, loss_of
 
 
-def trained_t5(schedule, ranks):
-    with mock.patch.multiple(sys.modules[__name__], build=build_t5, forward_step=t5_step):
-        return trained(schedule, ranks)
-
-
+@pytest.mark.on_ranks('ranks_')
 @supports("an encoder's outputs beside hidden states (T5Model, encoder on the first stage)")
 @grid(
     schedule=('zb-h1', 'interleaved', '1f1b', 'zb-2p'),
     ranks_=(4, 2, 4, 2),
     when=lambda schedule, ranks_: (schedule, ranks_) != ('interleaved', 4),  # of four layers
 )
-def test_an_encoder(ranks, schedule, ranks_):
+def test_an_encoder(schedule, ranks_):
     """Of the encoder's weights, too, to which each stage of the decoder adds."""
-    require_same(ranks(ranks_).run(trained_t5, schedule, ranks_), ranks_)
+    with mock.patch.multiple(sys.modules[__name__], build=build_t5, forward_step=t5_step):
+        trained(schedule, ranks_)

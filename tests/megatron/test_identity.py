@@ -6,6 +6,8 @@ import pytest
 from example import run
 from grids import grid, some
 from models import Job, assert_same, reference, train
+from nvidia import require_same
+from rows import row, trains
 from supported import TOLERANCE, supports
 
 from megatron_zbpp.ir.formats import to_torch_csv
@@ -50,9 +52,7 @@ def test_identical_to_megatron(ranks, data, m, p, precision):
     reference = trained('megatron', NO_CLIPPING)
     assert clipped.parameters != reference.parameters, 'clipping must have been active'
     vee = trained('zb-v', NO_CLIPPING)
-    assert vee.losses == reference.losses
-    assert vee.parameters == reference.parameters
-    assert vee.optimizer == reference.optimizer
+    require_same(vee, reference)
 
 
 @supports('clipping of gradients: the norm is summed in another order', 'zb-v', TOLERANCE)
@@ -68,20 +68,12 @@ def test_clipping_of_another_order(ranks, data, p):
         assert values == pytest.approx(expected, rel=1e-6), exact
 
 
-COMMON = ['--num-layers', 4, '--pipeline-model-parallel-size', 2, '--clip-grad', NO_CLIPPING]
-
-
-@supports('GPT, evaluation', '1f1b zb-h1 zb-v')
-def test_evaluation(ranks, data):
-    """Validation losses agree, and evaluating leaves training alone."""
-    common = [*COMMON, '--data-path', data, '--global-batch-size', 4, '--train-iters', 4]
-    evaluating = ['--eval-interval', 2, '--eval-iters', 2]
-    reference = run(ranks(2), *common, *evaluating, '--pipeline-schedule', 'megatron')
-    assert len(reference.validation) == 2
-    for schedule in ('1f1b', 'zb-h1', 'zb-v'):
-        trained = run(ranks(2), *common, *evaluating, '--pipeline-schedule', schedule)
-        assert trained.validation == reference.validation, schedule
-        assert trained.losses == reference.losses, schedule
+# validation losses agree, and evaluating leaves training alone
+test_evaluation = trains(
+    'GPT, evaluation',
+    {'te': False, 'evaluation': True},
+    row('', ('1f1b', 'zb-h1', 'zb-v')),
+)
 
 
 @supports('`defer_embedding_wgrad_compute` in the config of a program', '{schedule}')
@@ -96,16 +88,13 @@ def test_the_embedding_deferred(ranks, data, schedule):
 CHUNKS = {'interleaved': 3, 'zb-interleaved': 3, 'hanayo': 4, 'gis': 3}  # beside the default
 
 
-def require_same(ranks, data, p, m, *flags):
-    """Train a few iterations as Megatron does; layers for up to four chunks a rank."""
+def require_stock(ranks, data, p, m, *flags):
     common = ['--pipeline-model-parallel-size', p, '--num-layers', 4 * p, '--data-path', data]
     common += ['--global-batch-size', m, '--train-iters', SHORT, '--clip-grad', NO_CLIPPING]
     trained, expected = (
         run(ranks(p), *common, *more) for more in (flags, ['--pipeline-schedule', 'megatron'])
     )
-    assert trained.losses == expected.losses
-    assert trained.parameters == expected.parameters
-    assert trained.optimizer == expected.optimizer
+    require_same(trained, expected)
 
 
 @supports('GPT, fp32', '{family}')
@@ -114,7 +103,7 @@ def test_every_family(ranks, data, family, shape):
     """With more microbatches than ranks and with fewer; with the usual chunks and with others."""
     for chunks in {None, CHUNKS.get(family)}:
         more = ['--num-virtual-stages-per-pipeline-rank', chunks] if chunks else []
-        require_same(ranks, data, *shape, '--pipeline-schedule', family, *more)
+        require_stock(ranks, data, *shape, '--pipeline-schedule', family, *more)
 
 
 @supports('a schedule from a file, {form}', 'zb-v')
@@ -123,4 +112,4 @@ def test_from_a_file(ranks, data, tmp_path, form):
     schedule = build('zb-v', 2, 3)
     path = tmp_path / f'schedule.{form}'
     path.write_text(schedule.to_json() if form == 'json' else to_torch_csv(schedule))
-    require_same(ranks, data, 2, 3, '--pipeline-schedule-file', path)
+    require_stock(ranks, data, 2, 3, '--pipeline-schedule-file', path)

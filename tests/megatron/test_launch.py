@@ -101,12 +101,6 @@ def test_context_is_attended_as_a_whole(ranks, tmp_path):
         assert float.fromhex(loss) == pytest.approx(expected, rel=1e-5)
 
 
-def test_clipping(ranks):
-    """ZB-H1 sums the norm as 1F1B does."""
-    flags = [*PIPELINE, '--clip-grad', 0.1, '--train-iters', 4]
-    assert run(ranks(2), *flags, *by('zb-h1')) == run(ranks(2), *flags)
-
-
 @supports("NVIDIA's loop: an overflow of fp16", 'zb-h1 zb-v')
 @pytest.mark.parametrize('rank', [0, 1])
 def test_overflow_skips_the_step(ranks, tmp_path, rank):
@@ -139,7 +133,6 @@ def test_checkpoints_interchange(ranks, tmp_path):
 
 @supports("NVIDIA's loop: evaluation with another number of microbatches", 'zb-h1 zb-v')
 def test_evaluation(ranks, tmp_path):
-    """With another number of microbatches than training, where Megatron can: from 0.18."""
     flags = [*PIPELINE, *NO_CLIPPING, '--train-iters', 4, '--eval-iters', 2, '--eval-interval', 2]
     flags += ['--split', '80,10,10']
     if '--eval-global-batch-size' in ranks(2).run(known)[0]:
@@ -153,15 +146,16 @@ def test_evaluation(ranks, tmp_path):
 
 @supports("NVIDIA's loop: batches that grow", 'zb-h1 zb-v')
 def test_batch_size_ramp(ranks, tmp_path):
-    """The number of microbatches grows while training."""
-    flags = ['--pipeline-model-parallel-size', 2, *NO_CLIPPING]
-    if '--step-batch-size-schedule' in ranks(2).run(known)[0]:
-        flags += ['--train-iters', 6, '--step-batch-size-schedule', '0:2 64:4 192:8']  # tokens
-    else:  # until 0.17
-        flags += ['--train-samples', 28, '--lr-warmup-iters', 0, '--global-batch-size', 8]
-        flags += ['--rampup-batch-size', 2, 2, 12]
+    flags = ['--pipeline-model-parallel-size', 2, *NO_CLIPPING, *growing(ranks, 6)]
     for schedule in BOTH:
         go_on(ranks(2), tmp_path / schedule, flags, by(schedule), optimizer=False)
+
+
+def growing(ranks, iterations):
+    if '--step-batch-size-schedule' in ranks(2).run(known)[0]:  # in tokens
+        return ['--train-iters', iterations, '--step-batch-size-schedule', '0:2 64:4 192:8']
+    samples = ['--train-samples', 28, '--lr-warmup-iters', 0, '--global-batch-size', 8]
+    return [*samples, '--rampup-batch-size', 2, 2, 12]  # until 0.17
 
 
 @supports("NVIDIA's loop: dropout", 'zb-h1')

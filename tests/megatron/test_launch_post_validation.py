@@ -7,29 +7,22 @@ from unittest import mock
 import events
 import pytest
 from grids import grid
-from nvidia import EARLY, WITHOUT_STATE, by, known, needs_training, run
+from nvidia import EARLY, WITHOUT_STATE, by, needs_training, run
 from supported import supports
-from test_launch import DISTRIBUTED, MOE, NO_CLIPPING, OVERLAP, PIPELINE
+from test_launch import DISTRIBUTED, MOE, NO_CLIPPING, OVERLAP, PIPELINE, growing
 
 pytestmark = needs_training
 
 
+FP16 = ['--fp16', '--initial-loss-scale', 1024, '--hysteresis', 1]
 UNTIED = ['--untie-embeddings-and-output-weights']
 # name: processes, schedule, flags, event
+GATHER = ['--bf16', *DISTRIBUTED, *OVERLAP, '--overlap-param-gather', '--eval-interval', 4]
+SPARSE = [*MOE, '--disable-bias-linear', '--clip-grad', 3]
 CASES = {
-    'fp16 that overflows': (
-        2,
-        'zb-v',
-        ['--fp16', '--initial-loss-scale', 1024, '--hysteresis', 1],
-        events.Overflow(4, 0),
-    ),
-    'overlap-param-gather': (
-        4,
-        'zb-h1',
-        ['--bf16', *DISTRIBUTED, *OVERLAP, '--overlap-param-gather', '--eval-interval', 4],
-        events.nothing,
-    ),
-    'moe': (2, 'zb-v', [*MOE, '--disable-bias-linear', '--clip-grad', 3], events.nothing),
+    'fp16 that overflows': (2, 'zb-v', FP16, events.Overflow(4, 0)),
+    'overlap-param-gather': (4, 'zb-h1', GATHER, events.nothing),
+    'moe': (2, 'zb-v', SPARSE, events.nothing),
 }
 
 
@@ -54,7 +47,7 @@ def test_identical_to_synchronous(ranks, case):
 def test_overflow_before_the_reduction(ranks, rank):
     """It reaches the shards of one replica by the reduction, and the other ranks by the flag."""
     argv = [*PIPELINE, '--train-iters', 6, '--pipeline-schedule', 'zb-v', '--clip-grad', 100]
-    argv += ['--fp16', '--initial-loss-scale', 1024, '--hysteresis', 1, *DISTRIBUTED, *OVERLAP]
+    argv += [*FP16, *DISTRIBUTED, *OVERLAP]
     event = events.ReducedOverflow(5, rank)
     synchronous = run(ranks(4), *argv, event=event)
     assert [synchronous.losses[i][-1] for i in (4, 5, 6)] == ['done', 'skipped', 'done']
@@ -91,13 +84,8 @@ def test_steps_that_no_rank_tried(ranks):
 @supports("NVIDIA's loop: batches that grow", 'zb-v+post-validation')
 def test_batch_that_grows(ranks):
     """What was run ahead for a smaller batch is dropped."""
-    argv = ['--pipeline-model-parallel-size', 2, '--clip-grad', 100]
+    argv = ['--pipeline-model-parallel-size', 2, '--clip-grad', 100, *growing(ranks, 7)]
     argv += ['--pipeline-schedule', 'zb-v']
-    if '--step-batch-size-schedule' in ranks(2).run(known)[0]:
-        argv += ['--train-iters', 7, '--step-batch-size-schedule', '0:2 64:4 192:8']  # tokens
-    else:  # until 0.17
-        argv += ['--train-samples', 28, '--lr-warmup-iters', 0, '--global-batch-size', 8]
-        argv += ['--rampup-batch-size', 2, 2, 12]
     assert run(ranks(2), *argv, *EARLY) == run(ranks(2), *argv)
 
 
@@ -142,7 +130,6 @@ def numbers(norms):
 
 
 def dumped(found):
-    """What all ranks have dumped, by iteration."""
     together = {}
     for each in found.reported:
         for iteration, values in each.items():

@@ -20,7 +20,6 @@ BUILT = shutil.ignore_patterns('helpers_cpp*')
 
 
 def launched(*argv):
-    """The launcher as users call it, in a fork."""
     command = [sys.executable, '-m', 'megatron_zbpp.launch', *argv]
     return forked.run(command, env={'COLUMNS': '10000'}, timeout=200)
 
@@ -124,7 +123,6 @@ def test_one_rank_trains_on(ranks):
     ids=['uneven', 'layout', 'virtual', 'ends'],
 )
 def test_layers_where_they_are_asked(ranks, tmp_path, flags):
-    """Wherever the layers are: from one checkpoint, the same training."""
     flags = flags.split()
     common = [*PIPELINE, *flags[:2], '--clip-grad', 1e9]
     go_on(ranks(2), tmp_path, common, [*flags[2:], *by('zb-v')])

@@ -1,11 +1,8 @@
 """Layers and samples that are not alike, in NVIDIA's loop: layouts, specifications, masks."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import nvidia
 import pytest
@@ -44,7 +41,7 @@ COMMON = '--pipeline-model-parallel-size 2 --global-batch-size 4 --train-iters 4
 COMMON += '--clip-grad 1e9 --untie-embeddings-and-output-weights'.split()
 
 
-def plan(folder, placement: Placement) -> tuple[list, str]:
+def plan(folder, placement):
     """Our flags, and the layout that they bring."""
     found = partition(HEAVY_HEAD, 2, 4, placements=[placement], seconds=1)
     file = folder / 'plan.json'
@@ -82,8 +79,7 @@ BLOCKS = (
 
 
 @pytest.fixture
-def flags(tmp_path: Path) -> list[str | int | Path]:
-    """Flags of a model of these layers."""
+def flags(tmp_path):
     path = tmp_path / 'layers.json'
     sizes = {
         'hidden_act': 'silu',
@@ -113,13 +109,13 @@ RESET = ['--reset-attention-mask', '--reset-position-ids', '--eod-mask-loss']
 
 
 @pytest.fixture
-def documents(ranks, tmp_path) -> list[str | Path]:
+def documents(ranks, tmp_path):
     """Flags that name documents much shorter than a sample."""
     ranks(2).run(write_documents, tmp_path / 'text')
     return ['--data-path', tmp_path / 'text']
 
 
-def write_documents(prefix: Path) -> None:
+def write_documents(prefix):
     """Runs on each rank: the first one writes."""
     nvidia._find_megatron()
     import numpy

@@ -11,10 +11,10 @@ import pytest
 import report
 import torch
 import torch.distributed as dist
-from example import MODEL, early_steps, program
+from example import MODEL, early_steps, program, small_config
 from grids import grid, some
 from models import Job, train
-from nvidia import EARLY
+from nvidia import by
 from rows import row, trains
 from stock import trained as trained_by_stock
 from supported import supports
@@ -27,6 +27,7 @@ from megatron_zbpp.mcore import programs
 from megatron_zbpp.mcore.lowered import for_megatron
 from megatron_zbpp.schedules import build
 
+pytestmark = pytest.mark.on_ranks(2)
 test_identical_to_megatron = trains(
     'microbatches of any length (`variable_seq_lengths`)',
     {'kind': 'lengths', 'te': False},
@@ -38,29 +39,22 @@ test_identical_to_megatron = trains(
 )
 
 
-def posted(job, argv):
-    """Runs on each rank: when forwards' receives of each program are posted, and its job."""
-    found, original = [], programs.check
+@pytest.mark.parametrize(('kind', 'waits'), [('lengths', True), ('dense', False)])
+def test_a_pass_waits_for_its_own_shape(data, kind, waits):
+    """Where shapes vary, and there alone: tests/unit/analysis/test_lowering.py counts waits."""
+    found, original, job = [], programs.check, Job(kind, te=False, iterations=1)
 
     def noting(schedule, receives):
         found.append(receives)
         return original(schedule, receives=receives)
 
     with mock.patch.object(programs, 'check', noting):
-        train(job, argv)
-    return found
+        train(job, job.argv('zb-v', False, data))
+    assert found and (BY_TAKER in found) == waits
 
 
-@pytest.mark.parametrize(('kind', 'waits'), [('lengths', True), ('dense', False)])
-def test_a_pass_waits_for_its_own_shape(ranks, data, kind, waits):
-    """Where shapes vary, and there alone: tests/unit/analysis/test_lowering.py counts waits."""
-    job = Job(kind, te=False, iterations=1)
-    for found in ranks(2).run(posted, job, job.argv('zb-v', False, data)):
-        assert found and (BY_TAKER in found) == waits
-
-
-def planned_for(job, argv):
-    """Runs on each rank: the costs that `auto` planned for, and the iteration that it measured."""
+def test_auto_plans_for_the_mean(data):
+    """Each rank then has in the simulator as much to do as it had in training."""
     made, measured, fit, planner = [], [], measurements.measured_costs, auto_plan.AutoPlan
 
     def make(profile_iters=5, *settings, **named):  # without: what nothing is known for
@@ -71,21 +65,16 @@ def planned_for(job, argv):
         measured.append(timeline)
         return fit(timeline)
 
+    job = Job('lengths', te=False)
     with (
         mock.patch.object(auto_plan, 'AutoPlan', make),
         mock.patch.object(measurements, 'measured_costs', noting),
     ):
-        train(job, argv)
-    return made[0].costs, measured
-
-
-def test_auto_plans_for_the_mean(ranks, data):
-    """Each rank then has in the simulator as much to do as it had in training."""
-    job = Job('lengths', te=False)
-    for costs, (measured,) in ranks(2).run(planned_for, job, job.argv('auto', False, data)):
-        simulated = simulate(measured.schedule, costs)
-        for rank in range(job.pp):
-            assert simulated.busy(rank) == pytest.approx(measured.busy(rank))
+        train(job, job.argv('auto', False, data))
+    (timeline,) = measured
+    simulated = simulate(timeline.schedule, made[0].costs)
+    for rank in range(job.pp):
+        assert simulated.busy(rank) == pytest.approx(timeline.busy(rank))
 
 
 STEPS = 3
@@ -102,14 +91,9 @@ def whole_model(script, args):
     names = ['tp', 'cp', 'pp', 'embd', 'pos_embd', 'dp', 'dp_cp', 'tp_cp', 'tp_dp_cp', 'mp']
     groups = ProcessGroupCollection(**dict.fromkeys(names, own))
     groups.tp = groups.cp = parallel_state.get_tensor_model_parallel_group()
-    config = script.TransformerConfig(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        gradient_accumulation_fusion=False,
-    )
+    sizes = args.num_layers, args.hidden_size, args.num_attention_heads
+    plain = {'hidden_dropout': 0.0, 'attention_dropout': 0.0, 'gradient_accumulation_fusion': False}
+    config = small_config(*sizes, **plain)
     model = script.GPTModel(
         config,
         script.get_gpt_layer_local_spec(),
@@ -202,20 +186,22 @@ def trained_beside(argv, second):
     p=(2, 2, 4),
 )
 def test_policy_and_reference(ranks, schedule, second, p):
-    name, _, early = schedule.partition('+')
-    argv = [*MODEL, '--num-layers', 2 * p, '--pipeline-model-parallel-size', p, '--clip-grad', 1e9]
-    argv += ['--global-batch-size', 5, '--train-iters', STEPS]
-    stock = trained_by_stock(
-        ranks(p), trained_beside, [*argv, '--pipeline-schedule', 'megatron'], second
-    )
-    ours = ranks(p).run(
-        trained_beside, [*argv, '--pipeline-schedule', name, *(EARLY if early else [])], second
-    )
+    _, stock = as_by_stock(ranks(p), trained_beside, schedule, (p, 5, STEPS), second)
     losses, *_ = stock[-1]
     assert len({loss for _, loss in losses}) == STEPS
     assert len({answer for answers, _ in losses for answer in answers}) == 2 * sum(CALLS)
+
+
+def as_by_stock(ranks, train, schedule, sizes, given, *more):
+    """Train by a schedule and by Megatron's own, to the bit; what each leaves on each rank."""
+    p, m, steps = sizes
+    argv = [*MODEL, '--num-layers', 2 * p, '--pipeline-model-parallel-size', p, '--clip-grad', 1e9]
+    argv += ['--global-batch-size', m, '--train-iters', steps]
+    stock = trained_by_stock(ranks, train, [*argv, '--pipeline-schedule', 'megatron'], given)
+    ours = ranks.run(train, [*argv, *by(schedule), *more], given)
     assert [left[:2] for left in ours] == [left[:2] for left in stock]
-    assert any(left[2] for left in ours) == bool(early)
+    assert any(left[2] for left in ours) == ('+' in schedule)
+    return ours, stock
 
 
 def trained_in_counts(argv, counts):
@@ -246,19 +232,9 @@ def test_as_stock(ranks, tmp_path, schedule, p, steps):
     """Random numbers from 1 to 3p; iteration 5 is traced with as many as it has."""
     random = Random(55)  # of p = 2 the first 7 are 1, 2, 2, 6, 3, 1, 6
     counts = [random.randint(1, 3 * p) for _ in range(steps)]
-    name, _, early = schedule.partition('+')
-    argv = [*MODEL, '--num-layers', 2 * p, '--pipeline-model-parallel-size', p, '--clip-grad', 1e9]
-    argv += ['--global-batch-size', 3 * p, '--train-iters', steps]
-    flags = ['--pipeline-schedule', name, *(EARLY if early else [])]
-    stock = trained_by_stock(
-        ranks(p), trained_in_counts, [*argv, '--pipeline-schedule', 'megatron'], counts
-    )
-    ours = ranks(p).run(
-        trained_in_counts, [*argv, *flags, '--pipeline-trace-dir', tmp_path], counts
-    )
+    sizes, trace = (p, 3 * p, steps), ('--pipeline-trace-dir', tmp_path)
+    ours, stock = as_by_stock(ranks(p), trained_in_counts, schedule, sizes, counts, *trace)
     assert len(set(stock[-1][0])) == steps
-    assert [left[:2] for left in ours] == [left[:2] for left in stock]
-    assert any(left[2] for left in ours) == bool(early)
     between = set(range(min(counts), max(counts) + 1))
     assert [left[3] for left in ours] == [between] * p and between > set(counts[:7])
     traced = json.loads((tmp_path / 'pipeline.perfetto.json').read_text())['traceEvents']
@@ -267,15 +243,14 @@ def test_as_stock(ranks, tmp_path, schedule, p, steps):
     assert len(forwards) == counts[4] or schedule == 'auto', 'drawn again after a switch'
 
 
-def standings(argv, counts):
-    """Where the watchdog says that a rank is at each forward of each step."""
-    found = []
-
+def test_the_watchdog_knows_the_position():
+    """At each forward: by the passes of the step that runs, whatever steps before it had."""
+    p, counts, found = 2, (4, 1, 6), []
+    argv = [*MODEL, '--num-layers', 2 * p, '--pipeline-model-parallel-size', p]
+    argv += ['--pipeline-schedule', 'zb-v', '--global-batch-size', 4, '--train-iters', 3]
     with program(argv) as at:
-        data, original = (
-            [batches(100, at.args.seq_length, 1) for _ in at.models],
-            at.script.forward_step,
-        )
+        data = [batches(100, at.args.seq_length, 1) for _ in at.models]
+        original = at.script.forward_step
 
         def forward_step(*given):
             found[-1].append(at.plugin.session.watchdog._activity.standing())
@@ -285,22 +260,13 @@ def standings(argv, counts):
             for at.args.num_microbatches in counts:
                 found.append([])
                 at.batch(data)
-    return found
-
-
-def test_the_watchdog_knows_the_position(ranks):
-    """By the passes of the step that runs, whatever steps before it had."""
-    p, counts = 2, (4, 1, 6)
-    argv = [*MODEL, '--num-layers', 2 * p, '--pipeline-model-parallel-size', p]
-    argv += ['--pipeline-schedule', 'zb-v', '--global-batch-size', 4, '--train-iters', 3]
-    for rank, steps in enumerate(ranks(p).run(standings, argv, counts)):
-        for count, forwards in zip(counts, steps, strict=True):
-            order = for_megatron(build('zb-v', p, count)).passes[rank]
-            expected = [
-                (f'F stage {f.stage} microbatch {f.microbatch} ({f})', order[:at][-10:])
-                for at, f in enumerate(order)
-                if f.kind == F
-            ]
-            assert [(each['now'], each['last passes']) for each in forwards] == [
-                (now, ' '.join(map(str, before)) or 'none') for now, before in expected
-            ]
+    for count, forwards in zip(counts, found, strict=True):
+        order = for_megatron(build('zb-v', p, count)).passes[dist.get_rank()]
+        expected = [
+            (f'F stage {f.stage} microbatch {f.microbatch} ({f})', order[:at][-10:])
+            for at, f in enumerate(order)
+            if f.kind == F
+        ]
+        assert [(each['now'], each['last passes']) for each in forwards] == [
+            (now, ' '.join(map(str, before)) or 'none') for now, before in expected
+        ]

@@ -19,6 +19,7 @@ import megatron_zbpp
 from megatron_zbpp.mcore.layers.linear import deferring_linear
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
+pytestmark = pytest.mark.on_ranks(2)
 CASES = ['plain', 'bias', 'fused', 'fused-flagged', 'sequence-parallel', 'frozen-bias']
 
 
@@ -165,7 +166,6 @@ def test_kernels_are_those_of_the_whole_backward(ranks):
     assert len(whole[0][0]) == 3
 
 
-@pytest.mark.on_ranks(2)
 @pytest.mark.parametrize('wanted', ['all', 'input', 'penalty'])
 def test_a_backward_inside_a_forward_is_refused(wanted):
     """No W would follow; and of a layer whose weight gradient waits nobody could ask for it."""
@@ -184,7 +184,6 @@ def test_a_backward_inside_a_forward_is_refused(wanted):
     assert weight.grad is None
 
 
-@pytest.mark.on_ranks(2)
 @pytest.mark.parametrize('backward', [False, True])
 @pytest.mark.parametrize('forward', [False, True])
 def test_autocast_is_as_in_forward(forward, backward):
@@ -217,7 +216,6 @@ def test_autocast_is_as_in_forward(forward, backward):
     assert seen == [forward, forward]
 
 
-@pytest.mark.on_ranks(2)
 def test_backward_frees_the_graph():
     """What a B leaves: the layer's input and the gradient of its output, nothing else."""
     weight = torch.nn.Parameter(torch.ones(3, 4))
@@ -237,7 +235,6 @@ def test_backward_frees_the_graph():
     assert graph_gone and input_kept and weight.grad.tolist() == [[12.0] * 4] * 3
 
 
-@pytest.mark.on_ranks(2)
 def test_what_a_later_release_adds_changes_nothing():
     """Where it gives the layer one argument more the weight gradient waits for W: in 0.20 it did
     not, and nobody saw it."""

@@ -4,13 +4,12 @@ import re
 import sys
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
-from types import SimpleNamespace
 from unittest import mock
 
 import example
 import pytest
 import torch
-from nvidia import CHECKOUT, needs_training, run
+from nvidia import CHECKOUT, Off, needs_training, run
 
 import megatron_zbpp
 from megatron_zbpp.analysis import fit_costs
@@ -51,31 +50,19 @@ def job_lines(training):
 def logged(training):
     """What is printed, scalars as TensorBoard and as W&B get them, lines of the job."""
     lines, scalars, kept = [], [], {}
+    board, wandb = mock.Mock(), mock.Mock(config={})
 
-    def print_rank_last(message):
-        lines.append(message)
+    def add_scalar(name, value, iteration):
+        scalars.append((iteration, name, float(value)))
 
-    class Writer:
-        def add_scalar(self, name, value, iteration):
-            scalars.append((iteration, name, float(value)))
+    def log(values, iteration):
+        kept.update({(iteration, name): value for name, value in values.items()})
 
-        def flush(self):
-            pass
-
-    class Wandb:
-        def __init__(self):
-            self.config = {}
-
-        def log(self, values, iteration):
-            kept.update({(iteration, name): value for name, value in values.items()})
-
-        def finish(self):
-            pass
-
+    board.add_scalar, wandb.log = add_scalar, log
     with (
-        mock.patch.object(training, 'print_rank_last', print_rank_last),
-        mock.patch.object(training, 'get_tensorboard_writer', Writer),
-        mock.patch.object(training, 'get_wandb_writer', Wandb),
+        mock.patch.object(training, 'print_rank_last', lambda line: lines.append(line)),
+        mock.patch.object(training, 'get_tensorboard_writer', lambda: board),
+        mock.patch.object(training, 'get_wandb_writer', lambda: wandb),
         job_lines(training) as said,
     ):
         yield lines, scalars, kept, said
@@ -165,15 +152,7 @@ def reported(schedule):
         sys.path.insert(0, CHECKOUT)
     from megatron.training import theoretical_memory_usage as usage
 
-    class Sizes(SimpleNamespace):
-        """Megatron's arguments, as far as the report reads them."""
-
-        def __getattr__(self, name):
-            if name.startswith('__'):
-                raise AttributeError(name)
-            return None
-
-    args = Sizes(
+    args = Off(
         hidden_size=64, ffn_hidden_size=256, num_layers=8, seq_length=32, micro_batch_size=2,
         num_attention_heads=4, num_query_groups=4, kv_channels=16, padded_vocab_size=128,
         tensor_model_parallel_size=1, pipeline_model_parallel_size=4, data_parallel_size=1,
@@ -187,7 +166,7 @@ def reported(schedule):
         redirect_stderr(StringIO()) as errors,
     ):
         of_1f1b = usage.compute_activation_memory(
-            Sizes(**{**vars(args), 'virtual_pipeline_model_parallel_size': None}), 8
+            Off(**{**vars(args), 'virtual_pipeline_model_parallel_size': None}), 8
         )
         plugin.session.latest = object()  # an iteration has run
         _, activation, _ = usage.report_theoretical_memory(args, 8, verbose=True)

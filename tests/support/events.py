@@ -9,20 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
-
-@contextmanager
-def before(*calls: tuple[Any, str, Callable]) -> Iterator[None]:
-    """Calls each (owner, name, function) before what has that name there, with its arguments."""
-    with ExitStack() as stack:
-        for owner, name, function in calls:
-            made = _preceded(getattr(owner, name), function)
-            stack.enter_context(mock.patch.object(owner, name, made))
-        yield
 
 
 def _preceded(original: Callable, function: Callable) -> Callable:
@@ -31,6 +22,27 @@ def _preceded(original: Callable, function: Callable) -> Callable:
         return original(*args, **kwargs)
 
     return call
+
+
+def _followed(original: Callable, function: Callable) -> Callable:
+    def call(*args, **kwargs):
+        function(result := original(*args, **kwargs))
+        return result
+
+    return call
+
+
+@contextmanager
+def before(*calls: tuple[Any, str, Callable], join: Callable = _preceded) -> Iterator[None]:
+    """Calls each (owner, name, function) before what has that name there, with its arguments."""
+    with ExitStack() as stack:
+        for owner, name, function in calls:
+            made = join(getattr(owner, name), function)
+            stack.enter_context(mock.patch.object(owner, name, made))
+        yield
+
+
+after = partial(before, join=_followed)  # with what was returned
 
 
 @contextmanager
@@ -105,14 +117,12 @@ class ReducedOverflow:
 @contextmanager
 def evaluations(training: Any) -> Iterator[list[str]]:
     """The losses of every evaluation."""
-    original, losses = training.evaluate, []
+    losses = []
 
-    def evaluate(*args, **kwargs):
-        result = original(*args, **kwargs)
+    def note(result):
         losses.extend(loss.item().hex() for loss in result[0].values())
-        return result
 
-    with mock.patch.object(training, 'evaluate', evaluate):
+    with after((training, 'evaluate', note)):
         yield losses
 
 
@@ -137,10 +147,8 @@ def unseen_before_the_first(*found: list | Counter) -> Iterator[None]:
 
 @contextmanager
 def reductions(training: Any) -> Iterator[list[tuple[int, int]]]:
-    """For each reduction of gradients: how many passes had ended when it began, and of how many.
-
-    Without the first iteration, in which Megatron learns which gradients come when.
-    """
+    """For each reduction of gradients: how many passes had ended when it began, and of how many;
+    without the first iteration, in which Megatron learns which gradients come when."""
     from megatron.core.distributed import param_and_grad_buffer
 
     from megatron_zbpp.ir import Pass
@@ -174,27 +182,22 @@ def sequence_parallel(training: Any) -> Iterator[None]:
 def waits(training: Any) -> Iterator[list[str]]:
     """Collectives that the last iteration waited for, but for its passes: see `pipeline_waits`."""
     found: list[str] = []
-    training_log = training.training_log
 
-    def ending_log(*args, **kwargs):
-        result = training_log(*args, **kwargs)
+    def end(_):
         found[:] = current
-        return result
 
     with (
         pipeline_waits() as current,
         before((training, 'train_step', lambda *_, **__: current.clear())),
-        mock.patch.object(training, 'training_log', ending_log),
+        after((training, 'training_log', end)),
     ):
         yield found
 
 
 @contextmanager
 def pipeline_waits() -> Iterator[list[str]]:
-    """Collectives of several pipeline ranks, as they are waited for.
-
-    Each by where it was called; what runs asynchronously does not count.
-    """
+    """Collectives of several pipeline ranks, as they are waited for, by where each was called; what
+    runs asynchronously does not count."""
     import traceback
 
     import torch.distributed as dist
@@ -212,10 +215,8 @@ def pipeline_waits() -> Iterator[list[str]]:
             group = kwargs.get('group') or next(
                 (a for a in args if isinstance(a, dist.ProcessGroup)), dist.group.WORLD
             )
-            ranks = set(dist.get_process_group_ranks(group))
-            own = set(
-                dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-            )
+            both = group, parallel_state.get_pipeline_model_parallel_group()
+            ranks, own = (set(dist.get_process_group_ranks(each)) for each in both)
             if len(ranks & own) > 1 and not kwargs.get('async_op'):
                 caller = traceback.extract_stack(limit=2)[0]
                 found.append(f'{name} in {caller.name}')
@@ -232,10 +233,8 @@ def pipeline_waits() -> Iterator[list[str]]:
 
 @contextmanager
 def mtp_losses(training: Any) -> Iterator[list[list[str]]]:
-    """What each log line has of multi-token prediction: of the rank that has it, in hex.
-
-    Without what is summed since the program began.
-    """
+    """What each log line has of multi-token prediction: of the rank that has it, in hex; without
+    what is summed since the program began."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper as Helper
 
     found: list[list[str]] = []
@@ -252,9 +251,7 @@ def mtp_losses(training: Any) -> Iterator[list[list[str]]]:
 @contextmanager
 def doubted(training: Any) -> Iterator[dict[str, list[str]]]:
     """Megatron doubts each loss and norm of gradients that it validates: iterations run again.
-
-    Gives them, of first runs and of runs again.
-    """
+    Gives them, of first runs and of runs again."""
     from megatron.core.rerun_state_machine import RerunStateMachine as Machine
 
     original = Machine.validate_result
@@ -283,14 +280,8 @@ class Dumps:
 
         found: dict[str, dict[str, str]] = {}
         chunks: list[Any] = []
-        original = training.setup_model_and_optimizer
-
-        def setup_model_and_optimizer(*args, **kwargs):
-            made = original(*args, **kwargs)
-            chunks[:] = made[0]
-            return made
-
-        with mock.patch.object(training, 'setup_model_and_optimizer', setup_model_and_optimizer):
+        built = training, 'setup_model_and_optimizer', lambda made: chunks.extend(made[0])
+        with after(built):
             yield found
         if parallel_state.get_data_parallel_rank():
             return  # the first replica has saved
@@ -312,8 +303,7 @@ class Dumps:
 @dataclass(frozen=True)
 class OwnLoaders:
     """The script's provider gives loaders of its own, in Megatron's order of samples: what
-    --dataloader-type external is for.
-    """
+    --dataloader-type external is for."""
 
     asks: str  # for the data-parallel rank: 'Megatron', 'megatron_zbpp', or the 'group'
 
@@ -324,7 +314,8 @@ class OwnLoaders:
 
         import megatron_zbpp
 
-        original = training.build_train_valid_test_datasets
+        name = 'build_train_valid_test_datasets'
+        original = getattr(training, name)
         rank_of = {
             'Megatron': lambda _: parallel_state.get_data_parallel_rank(),
             'megatron_zbpp': megatron_zbpp.data_parallel_rank,
@@ -340,9 +331,7 @@ class OwnLoaders:
             first += training.get_args().consumed_train_samples
             return iter(DataLoader(train, sampler=range(first, len(train), replicas))), *others
 
-        with mock.patch.object(
-            training, 'build_train_valid_test_datasets', build_train_valid_test_datasets
-        ):
+        with mock.patch.object(training, name, build_train_valid_test_datasets):
             yield
 
 
@@ -383,10 +372,10 @@ class Signalled:
         from megatron.core.models.gpt import GPTModel
 
         iterations, stepping, found = [], [], []
-        setup, handler = training.setup_model_and_optimizer, signal.getsignal(signal.SIGTERM)
+        handler = signal.getsignal(signal.SIGTERM)
 
-        def setup_model_and_optimizer(*args, **kwargs):
-            model, optimizer, scheduler = setup(*args, **kwargs)
+        def note_steps(made):
+            _, optimizer, _ = made
             step = optimizer.step
 
             def noting_step(*args, **kwargs):
@@ -397,7 +386,6 @@ class Signalled:
                     stepping.clear()
 
             optimizer.step = noting_step
-            return model, optimizer, scheduler
 
         def send(*_, **__):
             here = dist.get_rank() == self.rank and len(iterations) == self.iteration
@@ -408,7 +396,7 @@ class Signalled:
         counted = training, 'train_step', lambda *_, **__: iterations.append(None)
         with (
             before(counted, (GPTModel, 'forward', send)),
-            mock.patch.object(training, 'setup_model_and_optimizer', setup_model_and_optimizer),
+            after((training, 'setup_model_and_optimizer', note_steps)),
         ):
             try:
                 yield found

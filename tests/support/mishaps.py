@@ -128,7 +128,6 @@ def blocking(case):
 
 
 def serve(case):
-    """The process that carries the messages of `blocking`."""
     pid = os.fork()
     if not pid:
         store = common_store(Path(case['folder'], 'network'), 0, case['ranks'])

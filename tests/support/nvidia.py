@@ -13,7 +13,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -91,9 +91,7 @@ def train(
     argv: list[str], event: Any, script: Path = SCRIPT
 ) -> tuple[dict, dict, dict, dict, dict, int, Any]:
     """Runs on each rank: the script under our launcher, leaving no state of Megatron behind.
-
-    `event` is a context manager around the run, which gives what is to be reported: see `events`.
-    """
+    `event` is a context manager around the run, which gives what is to be reported."""
     _find_megatron()
     read_descriptions_once()
     import few_documents  # noqa: F401  (what it does, importing it does)
@@ -103,44 +101,33 @@ def train(
 
     import megatron_zbpp.launch
 
-    made, losses, norms, zeros, param_norms = {}, {}, {}, {}, {}
-    original_log, original_setup = training.training_log, training.setup_model_and_optimizer
+    made, losses, norms, zeros, param_norms = [], {}, {}, {}, {}
 
-    def training_log(loss_dict, total, lr, iteration, scale, memory, skipped, norm, *rest, **named):
+    def note(loss_dict, total, lr, iteration, scale, memory, skipped, norm, *rest, **named):
         # only the last rank has losses
         exact = [value.item().hex() for value in loss_dict.values()]
         losses[iteration] = (*exact, scale, 'skipped' if skipped else 'done')
         norms[iteration], zeros[iteration] = float(norm or 0).hex(), rest[1]
         param_norms[iteration] = None if rest[0] is None else float(rest[0]).hex()
-        return original_log(
-            loss_dict, total, lr, iteration, scale, memory, skipped, norm, *rest, **named
-        )
 
-    def setup_model_and_optimizer(*args, **kwargs):
-        made['model'], made['optimizer'], scheduler = original_setup(*args, **kwargs)
-        return made['model'], made['optimizer'], scheduler
-
-    training.training_log = training_log
-    training.setup_model_and_optimizer = setup_model_and_optimizer
     try:
         # the launcher puts the script's folder first: our example is called as NVIDIA's is
         with (
+            events.before((training, 'training_log', note)),
+            events.after((training, 'setup_model_and_optimizer', made.extend)),
             event(training) as reported,
             mock.patch.object(sys, 'path', [*sys.path]),
-            mock.patch.object(
-                arguments, '_print_args', lambda *_: None
-            ),  # 500 lines, a tenth of it
+            # 500 lines, a tenth of it
+            mock.patch.object(arguments, '_print_args', lambda *_: None),
         ):
             try:
                 megatron_zbpp.launch.main(['--cpu', str(script), *argv])
             except SystemExit as left:  # at --exit-interval
                 if left.code:
                     raise
-        hashes = report.fingerprint(report.by_layer(made['model']), made['optimizer'])
+        hashes = report.fingerprint(report.by_layer(made[0]), made[1])
         return losses, norms, zeros, param_norms, hashes, early_steps(), reported
     finally:
-        training.training_log = original_log
-        training.setup_model_and_optimizer = original_setup
         made.clear()
         forget()
 
@@ -158,6 +145,14 @@ def forget() -> None:
     destroy_num_microbatches_calculator()
     destroy_rerun_state_machine()
     forget_groups()
+
+
+class Off(argparse.Namespace):
+    """Arguments of Megatron's loop, as far as a function reads them: what is not set is off."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith('__'):
+            raise AttributeError(name)
 
 
 def known() -> set[str]:
@@ -183,10 +178,8 @@ def source(module: str) -> str:
 
 @functools.cache
 def read_descriptions_once() -> None:
-    """Parsing the source of config classes, for what --help says, took a sixth of each run.
-
-    All are read at once: in a server of ranks, for all of them.
-    """
+    """Parsing the source of config classes, for what --help says, took a sixth of each run. All are
+    read at once: in a server of ranks, for all of them."""
     from megatron.training import arguments
     from megatron.training.argument_utils import ArgumentGroupFactory
 
@@ -220,8 +213,10 @@ def known_config() -> set[str]:
     return {field.name for field in fields(TransformerConfig)}
 
 
-def since(iteration: int, values: dict[int, Any]) -> dict[int, Any]:
-    """What came after `iteration`."""
+def since(iteration: int, values: Any) -> Any:
+    """What came after `iteration`, of a run of the loop or of the example."""
+    if isinstance(values, tuple):
+        return values[iteration:]
     return {at: value for at, value in values.items() if at > iteration}
 
 
@@ -231,15 +226,12 @@ def run(
     event: Any = events.nothing,
     script: Path = SCRIPT,
     waits: bool = False,
-    without: Container[str] = (),
+    without: Iterable[str] = (),
 ) -> Run:
-    """Trains with `argv`; holds that steps are validated later where that is asked for.
-
-    Or that none is (`waits`). Flags of `COMMON` are left out that are `without`.
-    """
-    real = '--data-path' in argv
-    common = [word for word in COMMON if word not in without]
-    common = [word for word in common if word != '--mock-data' or not real]
+    """Trains with `argv`; holds that steps are validated later where that is asked for, or that
+    none is (`waits`). Flags of `COMMON` are left out that are `without`."""
+    leave_out = {*without, *(['--mock-data'] if '--data-path' in argv else [])}
+    common = [word for word in COMMON if word not in leave_out]
     words = list(map(str, argv))
     if any(word.startswith('--pipeline-schedule') for word in words):
         common += also(words)
@@ -257,11 +249,9 @@ def by(schedule: str) -> list[str | int]:
     return ['--pipeline-schedule', name, *(EARLY if early else [])]
 
 
-def require_same(found: Run, stock: Run, behind: int = 0, optimizer: bool = True) -> None:
-    """Hold that a run left what stock left: losses, parameters, optimizer state, to the bit.
-
-    We began `behind` so many iterations of stock.
-    """
+def require_same(found: Any, stock: Any, behind: int = 0, optimizer: bool = True) -> None:
+    """Hold that a run left what stock left: losses, parameters, optimizer state, to the bit. We
+    began `behind` so many iterations of stock."""
     assert found.losses == since(behind, stock.losses) and found.losses
     assert found.parameters == stock.parameters
     assert not optimizer or found.optimizer == stock.optimizer
@@ -302,16 +292,9 @@ def go_on(
 
 def left(results: list[Any]) -> Run:
     """What `train` has left, from what it gave on each rank."""
-    losses, norms, zeros, param_norms, hashes, *_ = results[-1]
-    return Run(
-        losses,
-        norms,
-        zeros,
-        param_norms,
-        hashes['parameters_sha256'],
-        hashes['optimizer_sha256'],
-        tuple(result[-1] for result in results),
-    )
+    *exact, hashes, _, _ = results[-1]
+    both = hashes['parameters_sha256'], hashes['optimizer_sha256']
+    return Run(*exact, *both, tuple(result[-1] for result in results))
 
 
 def launch(*argv: str) -> Outcome:

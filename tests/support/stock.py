@@ -81,18 +81,10 @@ def trained(
     """Return results of `ranks.run(function, *args)`, of a training by stock those that are kept.
 
     Results must hold what is compared, and no times. Tests of what a training prints, measures or
-    leaves in its ranks call `ranks.run`. A checkpoint of `--save` is kept, too.
-
-    Args:
-        ranks: they train.
-        function: of a module of the tests.
-        args: of it; `--save`, `--load` and `--data-path` count in lists of words.
-        kept: whether it is by stock and may be kept.
-        data: a folder of weights among the arguments.
-        options: of `Ranks.run`.
-
-    Raises:
-        StaleError: the training was made anew, and its results differ from the kept ones.
+    leaves in its ranks call `ranks.run`, which has the other `options`, too. The function is of a
+    module of the tests; `--save`, whose checkpoint is kept, `--load` and `--data-path` count in
+    lists of words; `data` is a folder of weights among the arguments. Raises StaleError where a
+    training was made anew, and its results differ from the kept ones.
     """
     if not kept:
         return ranks.run(function, *args, **options)

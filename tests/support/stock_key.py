@@ -54,17 +54,10 @@ def by_megatron(words: Iterable[str]) -> bool:
 def key_of(
     size: int, prepared: object, function: Callable, args: tuple, places: Mapping[str, str]
 ) -> str:
-    """Return the hash of a training on `size` ranks.
+    """Return the hash of a training on `size` ranks of a pool that was `prepared` with arguments.
 
-    Args:
-        size: number of ranks.
-        prepared: arguments of the ranks' pool.
-        function: called on each rank.
-        args: its arguments.
-        places: meaning of each path among the arguments, by its text.
-
-    Raises:
-        UnknownError: an argument has no text that says all of it.
+    `places` has the meaning of each path among the arguments, by its text. Raises UnknownError
+    where an argument has no text that says all of it.
     """
     modules = {'stock'}
     parts = [_text(each, places, modules) for each in (size, prepared, function, args)]

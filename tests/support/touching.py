@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from injected import run
 
 NOW_AND_THEN = 3  # so often a program touches that does not in each iteration
@@ -53,7 +54,8 @@ def train(argv: list[str], program: str, early: bool, variant: str, *, metrics: 
     import pretrain_gpt
 
     at = Program(read=[], kept={})
-    functions = PROGRAMS[program]
+    places = dict.fromkeys(('start', 'between', 'before', 'backward'), lambda at: None)
+    functions = {**places, 'evaluation': contextlib.nullcontext, **PROGRAMS[program]}
     build_model, build_optimizer = pretrain_gpt.build_model, pretrain_gpt.build_optimizer
     run_batch, evaluate = pretrain_gpt.run_batch, pretrain_gpt.evaluate
 
@@ -63,30 +65,26 @@ def train(argv: list[str], program: str, early: bool, variant: str, *, metrics: 
 
     def optimizing(args, models):
         at.optimizer, scheduler = build_optimizer(args, models)
-        functions.get('start', _nothing)(at)
+        functions['start'](at)
         return at.optimizer, scheduler
 
     def running(args, models, data, **options):
         if options.get('forward_only'):
             return run_batch(args, models, data, **options)
         if at.iteration:
-            functions.get('between', _nothing)(at)
-        functions.get('before', _nothing)(at)
+            functions['between'](at)
+        functions['before'](at)
         loss = run_batch(args, models, data, **options)
-        functions.get('backward', _nothing)(at)
+        functions['backward'](at)
         at.iteration += 1
         return loss
 
     def evaluating(*args):
-        with functions.get('evaluation', _around_nothing)(at):
+        with functions['evaluation'](at):
             return evaluate(*args)
 
-    own = {
-        'build_model': building,
-        'build_optimizer': optimizing,
-        'run_batch': running,
-        'evaluate': evaluating,
-    }
+    own = {'build_model': building, 'build_optimizer': optimizing}
+    own |= {'run_batch': running, 'evaluate': evaluating}
     with contextlib.redirect_stderr(io.StringIO()) as said:
         plugins = run(argv, 1 if early else False, variant, own, metrics)
     done = plugins[-1].post_validation if plugins else None
@@ -95,62 +93,59 @@ def train(argv: list[str], program: str, early: bool, variant: str, *, metrics: 
     return Done(*counts, heard, tuple(json.dumps(each) for each in at.read))
 
 
-def _nothing(_: Program) -> None:
-    pass
-
-
-@contextlib.contextmanager
-def _around_nothing(_: Program) -> Iterator[None]:
-    yield
-
-
-def _without_grad(function: Callable) -> Callable:
-    @functools.wraps(function)
+def now_and_then(function: Callable) -> Callable:
     def program(at: Program) -> None:
-        import torch
-
-        with torch.no_grad():
+        if at.due:
             function(at)
 
     return program
 
 
-@_without_grad
-def clamp(at: Program) -> None:
-    for _, parameter in at.parameters():
-        if at.due:
-            parameter.clamp_(-0.03, 0.03)
-
-
-def of_data(change: Callable, chosen: str = '') -> Callable:
-    """Now and then, `change` of parameters' data; of a layer, on the one rank that holds it."""
+def of_each(change: Callable, chosen: str = '') -> Callable:
+    """Change each parameter; or those of a layer, on the one rank that holds it."""
 
     def program(at: Program) -> None:
         for name, parameter in at.parameters():
-            if at.due and chosen in f' {name} ':
+            if chosen in f' {name} ':
                 change(parameter)
 
     return program
 
 
-def _clamp_data(parameter: Any) -> None:
+def of_data(change: Callable, chosen: str = '') -> Callable:
+    return now_and_then(of_each(change, chosen))
+
+
+def each(*functions: Callable) -> Callable:
+    """Return a program that does all."""
+
+    def program(at: Program) -> None:
+        for function in functions:
+            function(at)
+
+    return program
+
+
+@torch.no_grad()
+def clamp(parameter: Any) -> None:
+    parameter.clamp_(-0.03, 0.03)
+
+
+def clamp_data(parameter: Any) -> None:
     parameter.data.clamp_(-0.03, 0.03)
 
 
-@_without_grad
+@torch.no_grad()
 def decay(at: Program) -> None:
     """Each time: an optimizer of the program's own."""
-    import torch
-
     torch._foreach_mul_([parameter for _, parameter in at.parameters()], 0.99)
 
 
 def decay_buffers(at: Program) -> None:
     """By way of DDP's buffers, where parameters are views of them."""
-    if at.due:
-        for model in at.models:
-            for buffer in model.buffers:
-                buffer.param_data.mul_(0.99)
+    for model in at.models:
+        for buffer in model.buffers:
+            buffer.param_data.mul_(0.99)
 
 
 def replace(parameter: Any) -> None:
@@ -168,15 +163,14 @@ def prune(parameter: Any) -> None:
     parameter.data.mul_(parameter.data.abs() > 5e-3)
 
 
-@_without_grad
+@torch.no_grad()
 def tie(at: Program) -> None:
     """Two weights of each layer that have one shape get one value."""
-    if at.due:
-        biases = {name: p for name, p in at.parameters() if name.endswith('.bias')}
-        for name, parameter in biases.items():
-            other = name.replace('linear_proj', 'linear_fc2')
-            if other != name:
-                parameter.copy_(biases[other.replace('self_attention', 'mlp')])
+    biases = {name: p for name, p in at.parameters() if name.endswith('.bias')}
+    for name, parameter in biases.items():
+        other = name.replace('linear_proj', 'linear_fc2')
+        if other != name:
+            parameter.copy_(biases[other.replace('self_attention', 'mlp')])
 
 
 def load(at: Program) -> None:
@@ -192,31 +186,25 @@ def load(at: Program) -> None:
 
 
 def reseed(at: Program) -> None:
-    import torch
     from megatron.core import parallel_state, tensor_parallel
 
-    if at.due:
-        torch.manual_seed(at.iteration)
-        tensor_parallel.model_parallel_cuda_manual_seed(
-            at.iteration + parallel_state.get_pipeline_model_parallel_rank()
-        )
+    torch.manual_seed(at.iteration)
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        at.iteration + parallel_state.get_pipeline_model_parallel_rank()
+    )
 
 
 def draw(at: Program) -> None:
     """Random numbers of the program's own, which it would else draw twice."""
-    import torch
-
     at.read.append(torch.rand(2).tolist())
 
 
 @contextlib.contextmanager
 def average(at: Program) -> Iterator[None]:
     """Evaluates with means of the weights, copied in and out."""
-    import torch
-
+    parameters = dict(at.parameters())
     with torch.no_grad():
         shadows = at.kept.setdefault('means', {})
-        parameters = dict(at.parameters())
         for name, parameter in parameters.items():
             shadows.setdefault(name, parameter.clone()).lerp_(parameter, 0.5)
         own = {name: parameter.clone() for name, parameter in parameters.items()}
@@ -230,9 +218,8 @@ def average(at: Program) -> Iterator[None]:
 
 def average_alone(at: Program) -> None:
     """Evaluates by itself: no call of the pipeline comes between."""
-    if at.due:
-        with average(at):
-            at.read.append(len(at.kept))
+    with average(at):
+        at.read.append(len(at.kept))
 
 
 @contextlib.contextmanager
@@ -255,22 +242,19 @@ def log_norms(at: Program) -> None:
     at.read.append({name: p.main_grad.norm().item() for name, p in at.parameters()})
 
 
-def clip_each(at: Program) -> None:
-    """Each parameter's gradient by itself."""
-    for _, parameter in at.parameters():
-        gradient = parameter.main_grad
-        gradient.mul_((0.01 / (gradient.norm() + 1e-6)).clamp(max=1))
+def clip(parameter: Any) -> None:
+    """Each gradient by itself."""
+    gradient = parameter.main_grad
+    gradient.mul_((0.01 / (gradient.norm() + 1e-6)).clamp(max=1))
 
 
-def noise(at: Program) -> None:
-    for _, parameter in at.parameters():
-        parameter.main_grad.add_(parameter.detach().float().sign(), alpha=1e-3)
+def add_noise(parameter: Any) -> None:
+    parameter.main_grad.add_(parameter.detach().float().sign(), alpha=1e-3)
 
 
-def fill(at: Program) -> None:
+def fill(parameter: Any) -> None:
     """A gradient of the program's own, before the iteration begins."""
-    for _, parameter in at.parameters():
-        parameter.main_grad.add_(parameter.detach().float(), alpha=1e-2)
+    parameter.main_grad.add_(parameter.detach().float(), alpha=1e-2)
 
 
 def set_rate(at: Program) -> None:
@@ -282,18 +266,16 @@ def forget_moments(at: Program) -> None:
     """What a program does that starts the optimizer anew now and then."""
     for part in getattr(at.optimizer, 'chained_optimizers', [at.optimizer]):
         for state in part.optimizer.state.values():
-            if at.due:
-                state['exp_avg'].zero_()
+            state['exp_avg'].zero_()
 
 
-def hook(at: Program) -> None:
-    for _, parameter in at.parameters():
-        parameter.register_hook(lambda gradient: gradient * 0.5)
+def halve(parameter: Any) -> None:
+    parameter.register_hook(lambda gradient: gradient * 0.5)
 
 
 def late_hook(at: Program) -> None:
     if at.iteration == NOW_AND_THEN:
-        hook(at)
+        of_each(halve)(at)
 
 
 def accumulated(at: Program) -> None:
@@ -307,47 +289,38 @@ def accumulated(at: Program) -> None:
         parameter.register_post_accumulate_grad_hook(functools.partial(count, name))
 
 
-def each(*functions: Callable) -> Callable:
-    """Return a program that does all."""
-
-    def program(at: Program) -> None:
-        for function in functions:
-            function(at)
-
-    return program
-
-
 def told(at: Program) -> None:
     at.read.append(dict(sorted(at.kept['counts'].items())))
 
 
 # by name: what each does, when
 WEIGHTS: dict[str, dict[str, Callable]] = {
-    'clamp in place': {'between': clamp},
-    'clamp through data': {'between': of_data(_clamp_data)},
+    'clamp in place': {'between': of_data(clamp)},
+    'clamp through data': {'between': of_data(clamp_data)},
     'weight decay each time': {'between': decay},
     'averages in evaluation': {'evaluation': average},
-    'averages': {'between': average_alone},
-    'clamp the first layer': {'between': of_data(_clamp_data, ' 1.')},
-    'gradients before, clamp': {'before': each(fill, of_data(_clamp_data))},
+    'averages': {'between': now_and_then(average_alone)},
+    'clamp the first layer': {'between': of_data(clamp_data, ' 1.')},
+    'gradients before, clamp': {'before': each(of_each(fill), of_data(clamp_data))},
 }
 MORE_WEIGHTS: dict[str, dict[str, Callable]] = {
-    'weight decay of buffers': {'between': decay_buffers},
-    'clamp the last layer': {'between': of_data(_clamp_data, ' 4.')},
+    'weight decay of buffers': {'between': now_and_then(decay_buffers)},
+    'clamp the last layer': {'between': of_data(clamp_data, ' 4.')},
     'other memory': {'between': of_data(replace)},
     'another order': {'between': of_data(permute, 'linear_fc1.weight ')},
     'load': {'between': load},
     'prune': {'between': of_data(prune)},
-    'tie': {'between': tie},
+    'tie': {'between': now_and_then(tie)},
     'averages in evaluation, other memory': {'evaluation': average_data},
     'averages, other memory': {'between': swap_alone},
 }
+HOOKS = {'start': each(of_each(halve), accumulated), 'between': late_hook, 'backward': told}
 OTHERS: dict[str, dict[str, Callable]] = {
-    'gradients': {'backward': each(log_norms, clip_each, noise)},
-    'learning rates and moments': {'between': each(set_rate, forget_moments)},
-    'hooks': {'start': each(hook, accumulated), 'between': late_hook, 'backward': told},
+    'gradients': {'backward': each(log_norms, of_each(clip), of_each(add_noise))},
+    'learning rates and moments': {'between': each(set_rate, now_and_then(forget_moments))},
+    'hooks': HOOKS,
     'random numbers': {'between': draw},
-    'random states': {'between': reseed},
-    'gradients before': {'before': fill},
+    'random states': {'between': now_and_then(reseed)},
+    'gradients before': {'before': of_each(fill)},
 }
 PROGRAMS = {**WEIGHTS, **MORE_WEIGHTS, **OTHERS}

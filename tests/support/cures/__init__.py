@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from tables import blocks
+
 FOLDER = Path(__file__).parent
 _CALLED = {'flags': 'flags', 'launch line': 'line'}  # of a row's kind, where it has words alone
 
@@ -38,19 +40,12 @@ class Row:
     cures: tuple[Ask, ...]
 
 
-def _blocks(name: str) -> list[tuple[str, list[str]]]:
-    """Heads of a file and the lines below, each joined with those that go on with it."""
-    text = re.sub(r'^#.*\n', '', (FOLDER / name).read_text(), flags=re.M).replace('\n      ', ' ')
-    blocks = [block.splitlines() for block in re.split(r'\n+(?=\S)', text.strip())]
-    return [(head, [line.strip() for line in lines]) for head, *lines in blocks]
-
-
 def _row(kind: str, lines: list[str]) -> Row:
     (_, given), (_, said), *cures = (line.split(' ', 1) for line in lines)
     return Row(Ask(kind, given), said, tuple(Ask(kind, cure) for _, cure in cures))
 
 
-ROWS = {name: _row(name.partition(':')[0], lines) for name, lines in _blocks('rows.txt')}
-_REASONS = {line: head for head, lines in _blocks('untried.txt') for line in lines}
+ROWS = {name: _row(name.partition(':')[0], lines) for name, lines in blocks(FOLDER / 'rows.txt')}
+_REASONS = {line: head for head, lines in blocks(FOLDER / 'untried.txt') for line in lines}
 ELSEWHERE = {line: head for line, head in _REASONS.items() if '.py::' in head}
 UNTRIED = {line: head for line, head in _REASONS.items() if '.py::' not in head}

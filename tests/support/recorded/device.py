@@ -144,6 +144,7 @@ _RUNTIME = types.SimpleNamespace(
     cudaError=types.SimpleNamespace(success=0),
 )
 _MEMORY = 1 << 34
+_PEAKS = 'memory_reserved', 'max_memory_allocated', 'max_memory_reserved'
 
 # name in torch.cuda: replacement; what is not here is the CPU emulation's
 _CUDA: dict[str, object] = {
@@ -163,9 +164,7 @@ _CUDA: dict[str, object] = {
     'cudart': lambda: _RUNTIME,
     'empty_cache': lambda: library().recorded_synchronize(),
     'memory_allocated': lambda *args: _bytes(False),
-    'memory_reserved': lambda *args: _bytes(True),
-    'max_memory_allocated': lambda *args: _bytes(True),
-    'max_memory_reserved': lambda *args: _bytes(True),
+    **dict.fromkeys(_PEAKS, lambda *args: _bytes(True)),
     'reset_peak_memory_stats': lambda *args: library().recorded_reset_peak(),
     'mem_get_info': lambda *args: (_MEMORY - _bytes(False), _MEMORY),
     'memory_stats': lambda *args: {'allocated_bytes.all.peak': _bytes(True)},
@@ -229,23 +228,23 @@ def host_use(name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -
 
 
 @contextlib.contextmanager
-def stalled() -> Iterator[None]:
+def _meanwhile(function: str, value: int) -> Iterator[None]:
+    set_to = getattr(library(), f'recorded_{function}')
+    set_to(value)
+    try:
+        yield
+    finally:
+        set_to(0)
+
+
+def stalled() -> contextlib.AbstractContextManager[None]:
     """Let no event happen that the host does not wait for."""
-    library().recorded_stall(True)
-    try:
-        yield
-    finally:
-        library().recorded_stall(False)
+    return _meanwhile('stall', 1)
 
 
-@contextlib.contextmanager
-def refusing(error: int) -> Iterator[None]:
+def refusing(error: int) -> contextlib.AbstractContextManager[None]:
     """Let page-locking end with this error, which whoever starts a kernel next is told."""
-    library().recorded_refuse(error)
-    try:
-        yield
-    finally:
-        library().recorded_refuse(0)
+    return _meanwhile('refuse', error)
 
 
 class HostUses(TorchDispatchMode):
@@ -290,7 +289,6 @@ def within(name: object) -> Iterator[None]:
 
 
 def current_pass() -> str:
-    """Return what runs, as `within` was told; empty: nothing."""
     return _within[0]
 
 
