@@ -97,7 +97,7 @@ def test_it_is_checked_simulated_and_drawn():
 def test_it_is_planned_around():
     """Where memory is short, a planner that may use it does; a plan is read back by its name."""
     assert schedule() == Schedule.from_json(schedule().to_json())
-    question = {'memory_limit': 1.5, 'seconds': 0.5}
+    question = {'memory_limit': 1.5, 'seconds': 10}
     case = PLACEMENT, costs()
     made = plan_within([case], 4, actions=('compared',), **question)
     assert [applied.name for applied in made.schedule.graph.techniques] == ['compared']
