@@ -222,7 +222,11 @@ def device() -> torch.device:
 def install(alias_sends: bool = True) -> None:
     """Make this process run Megatron-Core on CPU and gloo; again does nothing more.
 
-    `alias_sends`: also protect Megatron's own interleaved schedule, see `_aliased_isend`.
+    Args:
+        alias_sends: also protect Megatron's own interleaved schedule: see `_aliased_isend`.
+
+    Raises:
+        RuntimeError: megatron.core was imported first, and may have asked for CUDA already.
     """
     if installed():
         return

@@ -42,7 +42,13 @@ def find() -> Path | None:
 def install(folder: str | Path | None = None, cpu: bool = True) -> None:
     """Make `import transformer_engine.pytorch` work in this process, and in those it starts.
 
-    The folder, by default that of `find`, holds the package; `cpu`: see `devtools.te.install`.
+    Args:
+        folder: that holds the package `transformer_engine`; default: where `find` finds it.
+        cpu: see `devtools.te.install`.
+
+    Raises:
+        ModuleNotFoundError: it is nowhere, or this is no checkout.
+        RuntimeError: it was imported first, and has looked for a GPU's libraries already.
     """
     if not _has_tools():
         raise ModuleNotFoundError(f'transformer_engine: {_NO_CHECKOUT}', name=_TOOLS)
