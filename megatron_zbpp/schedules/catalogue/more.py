@@ -328,9 +328,9 @@ ROWS = (
             'about one microbatch'
         ),
         bubble=Formula(
-            'at most (p-1)(F+B+W)/(nv) (mn >= p)',
+            'at most (p-1)(F+B+W)/(nv) (B+W=2F, mn >= p)',
             lambda at: (at.p - 1) * at.S / (at.n * at.v),
-            lambda at: at.m * at.n >= at.p,
+            lambda at: abs(at.B + at.W - 2 * at.F) < 1e-9 and at.m * at.n >= at.p,
             at_most=True,
         ),
         memory=Formula(

@@ -348,8 +348,8 @@ def slimpipe(
         rank 0   0F0     0F0.1   2F0     2F0.1   4S0     0F1     4S0.1   0F1.1…
         rank 1   1F0     1F0.1   3F0     5S0     3F0.1   5S0.1   1F1     3BW0.1…
 
-    - Bubble: at most (p-1)(F+B+W)/(nv) for mn >= p, where slices take equal times; attention makes
-      later ones longer, which context exchange evens out (simulated only).
+    - Bubble: at most (p-1)(F+B+W)/(nv) for mn >= p and B+W = 2F, where slices take equal times;
+      attention makes later ones longer, which context exchange evens out (simulated only).
     - Peak memory: at most 1 + (2p-2+v)/(nv) activations for n >= p, beside keys, values and logits.
     """
     host = seq1f1b_interleaved(num_ranks, num_microbatches, num_chunks, num_slices)
