@@ -16,8 +16,6 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from math import gcd
 from pathlib import Path
 
-from megatron_zbpp.emulation import cpu, cpu_flags, te, wants_transformer_engine
-
 PATH = 'PYTHONPATH'
 
 
@@ -47,6 +45,8 @@ def main(argv: list[str] | None = None) -> None:
     if not args.script.is_file():
         hint = 'give the path of a training script of Megatron-LM'
         parser.exit(2, f'{parser.prog}: error: no script {args.script}: {hint}\n')
+    from megatron_zbpp.emulation import cpu, cpu_flags, te, wants_transformer_engine  # takes torch
+
     sys.path.insert(0, str(args.script.resolve().parent))  # its megatron is the one to use
     if args.cpu:
         try:

@@ -284,8 +284,8 @@ LONG = ['--seq-length', '1024']
 
 
 def told(_=None):
-    """What the plugin logs of slices within the block."""
-    return logged('megatron_zbpp', 'slices ')
+    """What the plugin logs within the block of slices that it has found."""
+    return logged('megatron_zbpp', ': as --pipeline-slices ')
 
 
 def sizes_in(line):
