@@ -328,7 +328,7 @@ ROWS = (
             'about one microbatch'
         ),
         bubble=Formula(
-            'at most (p-1)(F+B+W)/(nv) (B+W=2F, mn >= p)',
+            'at most (p-1)(F+B+W)/(nv) (2F=B+W, mn >= p)',
             lambda at: (at.p - 1) * at.S / (at.n * at.v),
             lambda at: abs(at.B + at.W - 2 * at.F) < 1e-9 and at.m * at.n >= at.p,
             at_most=True,

@@ -106,7 +106,7 @@ def test_a_formula_says_what_it_computes(family):
 
 def read(text: str, sizes: Sizes) -> float:
     """What the term at the beginning of `text` comes to."""
-    term = re.split(r' \((?:F[ =]|m?n >)|, or|, [gn]', text)[0]
+    term = re.split(r' \((?:2?F[ =]|m?n >)|, or|, [gn]', text)[0]
     term = term.removeprefix('at most ').removeprefix('about ')
     term = re.sub(r'(?<=[\dpgmnvFBW)])(?=[pgmnvFBW(])', '*', term)
     return eval(term, {'floor': math.floor, 'g': math.ceil(sizes.p / 2), **sizes._asdict()})
