@@ -111,7 +111,8 @@ def test_the_clock_gives_each_way_a_share(zbpp, ticks, built):
 
 def test_without_any_time_one_schedule_is_built(zbpp, ticks, built):
     ticks(100.0)
-    assert len(built) == len(zbpp(f'{LARGE} --json')['ways']) == 1
+    ways = zbpp(f'{LARGE} --json')['ways']
+    assert len(built) == len(ways) == 1
 
 
 def test_small_questions_are_not_cut(zbpp, ticks, built):
