@@ -44,10 +44,8 @@ def makespan_of(name: str, schedule: Schedule, costs: Costs) -> float | None:
     sequences and keeps all activations. None: the stages do not become those of the family, or it
     takes no such number of microbatches.
     """
-    from megatron_zbpp.ir.plan_costs import joined  # which no run without a comparison needs
-
     p, m = schedule.num_ranks, schedule.num_microbatches
-    alike = joined(costs, p * find(name).default_chunks)
+    alike = costs.joined(p * find(name).default_chunks)
     if costs.num_stages != schedule.num_stages or alike is None:
         return None
     try:

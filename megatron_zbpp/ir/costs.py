@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import isfinite
+from math import fsum, isfinite
 from typing import TYPE_CHECKING, Any
 
 from megatron_zbpp.ir import B, F, Graph, Placement, Task, W
@@ -216,6 +216,35 @@ class Costs:
     def with_parts(self, **names: Sequence[Sequence[float]]) -> Costs:
         """Return the same with these shares of slices."""
         return replace(self, parts={**self.parts, **names})
+
+    def joined(self, stages: int) -> Costs | None:
+        """Return the costs of as many stages of the same model; None: they do not join so.
+
+        Neighbours are joined, or each is cut into equal parts. Kinds of passes other than F, B and
+        W are left out, as are parts of slices.
+        """
+        own = self.num_stages
+        if stages % own and own % stages:
+            return None
+
+        def sums(values: Sequence[float]) -> list[float]:
+            if stages > own:
+                parts = stages // own
+                return [value / parts for value in values for _ in range(parts)]
+            each = own // stages
+            return [fsum(values[at : at + each]) for at in range(0, own, each)]
+
+        f, b, w = (sums(self.times[kind]) for kind in (F, B, W))
+        ends = [(at + 1) * own // stages - 1 for at in range(stages - 1)]
+        return Costs.of(
+            *(f, b, w, self.comm, self.message),
+            activation=sums(self.amounts['activation']),
+            retained=sums(self.amounts['retained']),
+            parameters=sums(self.parameters),
+            edges=self.edges,
+            speeds=self.speeds,
+            hops=tuple(self.hops[max(0, end)] for end in ends) if self.hops else (),
+        )
 
     @classmethod
     def from_json(

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
-from math import fsum
 from typing import Any
 
 from megatron_zbpp.ir import B, F, Placement, W
@@ -72,34 +71,4 @@ def with_ranks(costs: Costs, names: Sequence[int]) -> Costs:
         parts=renamed(costs.parts),
         edges=tuple((names[a], names[b], latency) for a, b, latency in costs.edges),
         speeds=tuple(costs.speeds[rank] for rank in order if costs.speeds),
-    )
-
-
-def joined(costs: Costs, stages: int) -> Costs | None:
-    """Return the costs of as many stages of the same model; None: they do not join so.
-
-    Neighbours are joined, or each is cut into equal parts. Kinds of passes other than F, B and
-    W are left out, as are parts of slices.
-    """
-    own = costs.num_stages
-    if stages % own and own % stages:
-        return None
-
-    def sums(values: Sequence[float]) -> list[float]:
-        if stages > own:
-            parts = stages // own
-            return [value / parts for value in values for _ in range(parts)]
-        each = own // stages
-        return [fsum(values[at : at + each]) for at in range(0, own, each)]
-
-    f, b, w = (sums(costs.times[kind]) for kind in (F, B, W))
-    ends = [(at + 1) * own // stages - 1 for at in range(stages - 1)]
-    return Costs.of(
-        *(f, b, w, costs.comm, costs.message),
-        activation=sums(costs.amounts['activation']),
-        retained=sums(costs.amounts['retained']),
-        parameters=sums(costs.parameters),
-        edges=costs.edges,
-        speeds=costs.speeds,
-        hops=tuple(costs.hops[max(0, end)] for end in ends) if costs.hops else (),
     )

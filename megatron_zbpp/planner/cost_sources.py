@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from megatron_zbpp.ir import Placement, files, strict_json
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.formats import BYTES, MANY, UNITS, Units
-from megatron_zbpp.ir.plan_costs import joined, written
+from megatron_zbpp.ir.plan_costs import written
 
 Naming = Callable[[str], str]
 """The name that a user has for an argument, such as `--pp` for `num_ranks`."""
@@ -162,7 +162,7 @@ class PlanCosts(CostSource):
         return 'times of the plan'
 
     def costs(self, placement: Placement, name: Naming, selective: bool = False) -> Costs:
-        alike = joined(self.own, placement.num_stages)
+        alike = self.own.joined(placement.num_stages)
         if alike is None:
             raise ValueError(
                 f'{self.own.num_stages} stages of the plan do not make {placement.num_stages}'

@@ -26,7 +26,6 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Placement, Schedule, strict_json
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import compiled
-from megatron_zbpp.ir.plan_costs import joined
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.planner.cases import Case
 from megatron_zbpp.schedules import FAMILIES, build, find
@@ -223,7 +222,7 @@ def _row(name: str, p: int, m: int, costs: Costs | None, against: str) -> Row:
     family = find(name)
     stages = p * family.default_chunks
     plain = Costs.uniform(Placement.loop(p, family.default_chunks))
-    own = plain if costs is None else joined(costs, stages)
+    own = plain if costs is None else costs.joined(stages)
     if own is None:
         raise ValueError(
             f'{name} has {stages} stages, into which those of the costs neither join nor divide: '

@@ -8,7 +8,6 @@ from math import inf
 
 from megatron_zbpp.ir import Phase, Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.schedules.construct.draft import Draft, equal_costs, within
 from megatron_zbpp.schedules.construct.phases import one_forward_one_backward, phases
 
 
@@ -127,6 +126,8 @@ def kfkb(
     Raises:
         ValueError: `memory_limit` does not hold one microbatch.
     """
+    from megatron_zbpp.schedules.construct.draft import equal_costs, within
+
     p, m = num_ranks, num_microbatches
     held = (costs or equal_costs(Placement.loop(p))).amounts['activation']
     limit = inf if memory_limit is None else memory_limit
@@ -161,6 +162,8 @@ def _orders(m: int, k: int, held: tuple[float, ...], limit: float) -> list[list[
 
 
 def _makespan(orders: list[list[Phase]], costs: Costs) -> float:
+    from megatron_zbpp.schedules.construct.draft import Draft  # for few schedules
+
     left = [deque(p for phase in order for p in phase.passes) for order in orders]
     draft = Draft(Placement.loop(len(left)), len(left[0]) // 2, costs)
     while any(left):

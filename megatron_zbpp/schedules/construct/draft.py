@@ -13,6 +13,7 @@ from itertools import product
 
 from megatron_zbpp.ir import B, F, Graph, Pass, Placement, Schedule, W, chain
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.graph import compiled
 from megatron_zbpp.ir.machine import Machine
 
 _ROUNDING = 1e-9  # relative: three thirds of an activation are one
@@ -118,7 +119,8 @@ def list_schedule(
     """
     draft = Draft(placement, num_microbatches, graph=graph)
     queues = [[*map(deque, of_rank), draft.pending[rank]] for rank, of_rank in enumerate(lanes)]
-    activation = [held / draft.graph.num_slices for held in draft.costs.amounts['activation']]
+    parts = compiled(draft.graph).per_stage
+    activation = [held / parts for held in draft.costs.amounts['activation']]
     needs = [  # per stage, the room that its forward must find: its own; of several lanes, more
         sum(activation[other] for other in placement.stages(rank) if other >= stage)
         if len(lanes[rank]) > 1

@@ -16,7 +16,7 @@ from megatron_zbpp.ir import KINDS, chain
 from megatron_zbpp.ir.graph import compiled
 from megatron_zbpp.ir.layout import layers_per_stage, layout_string
 from megatron_zbpp.ir.machine import Machine
-from megatron_zbpp.ir.plan_costs import joined, stages_file
+from megatron_zbpp.ir.plan_costs import stages_file
 from megatron_zbpp.ir.schedule import grid
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.schedules import families
@@ -186,7 +186,7 @@ def test_edges_and_hops():
     assert hops.edge(1, 1, (1, 2)) == 0 and hops.edge(0, 1) == hops.edge(0, 1, (0, 3)) == 0.5
     assert hops.edge(0, 1, (3, 4)) == 0.5  # a site behind the stages
     # what is between the stages that are left; within a stage that is cut, what comes before
-    both, cut = joined(hops, 2), joined(hops, 8)
+    both, cut = hops.joined(2), hops.joined(8)
     assert both is not None and both.hops == ((3, 4),)
     assert cut is not None and cut.hops == tuple(hops.hops[max(0, k // 2 - 1)] for k in range(1, 8))
 

@@ -21,7 +21,7 @@ from megatron_zbpp.analysis.gain import idle_parts
 from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.cli import main
 from megatron_zbpp.ir.formats import load_plan
-from megatron_zbpp.ir.plan_costs import joined, stages_file
+from megatron_zbpp.ir.plan_costs import stages_file
 from megatron_zbpp.render.html import waits
 from megatron_zbpp.render.planner_page import Sizes, encoded, families, planner_page
 from megatron_zbpp.render.svg import shapes
@@ -101,7 +101,7 @@ def expected(name: str, costs: Costs | None = None, **sizes: int) -> list[str]:
     chunks = {'num_chunks': sizes['v']} if 'v' in sizes else {}
     schedule, rival = build(name, p, m, **chunks), build('1f1b', p, m)
     ours, theirs = (
-        joined(costs, each.num_stages) if costs else Costs.uniform(each.placement)
+        costs.joined(each.num_stages) if costs else Costs.uniform(each.placement)
         for each in (schedule, rival)
     )
     line, other = simulate(schedule, ours), simulate(rival, theirs)
@@ -204,14 +204,14 @@ def test_costs_of_other_numbers_of_stages(loaded):
     given = as_file(costs)
     for stages in (2, 4, 8, 16, 24):
         said = loaded.evaluate(f'joinedCosts(readCosts({given}), {stages})')
-        wanted = joined(costs, stages)
+        wanted = costs.joined(stages)
         for kind, own in zip('FBW', said['times'], strict=True):
             assert own == pytest.approx(wanted.times[kind])
         assert said['activation'] == pytest.approx(wanted.amounts['activation'])
         assert said['parameters'] == pytest.approx(wanted.parameters)
         assert said['together'] == wanted.together == 1
         assert [tuple(hop) for hop in said['hops']] == list(wanted.hops)
-    assert loaded.evaluate(f'joinedCosts(readCosts({given}), 6)') is joined(costs, 6) is None
+    assert loaded.evaluate(f'joinedCosts(readCosts({given}), 6)') is costs.joined(6) is None
 
 
 # What it shows
@@ -688,7 +688,7 @@ def test_ranks_follow_from_stages(page, tmp_path, file, stages, p):
     opened(page, tmp_path, times(stages))
     kept = stages % (4 if p == 6 else 6) == 0
     assert page.evaluate('state.p') == (4 if kept else p)
-    line = simulate(build('1f1b', 2, 8), joined(Costs.from_json(times(stages)), 2))
+    line = simulate(build('1f1b', 2, 8), Costs.from_json(times(stages)).joined(2))
     slide(page, 'p', SIZES.ranks.index(2))
     assert table(page)['1f1b'][0] == f'{line.makespan:.5g}'
 
