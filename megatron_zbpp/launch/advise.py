@@ -27,7 +27,6 @@ _OWN_FILE = 'pipeline_schedule_file'
 _FOLDERS = '--load', '--save'
 _RESHARDABLE = '--dist-ckpt-optim-fully-reshardable'
 
-
 _OFFERED = ('zb-h1', 'zb-v')  # schedules that a line with one of Megatron's own is told of
 # Our flags that change the memory of activations or the times of passes.
 _CHANGING = (*ASKED, *(name for name, option in OPTIONS.items() if option.differs))

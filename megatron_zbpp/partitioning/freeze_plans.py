@@ -203,7 +203,8 @@ class FreezePlan:
         """Return one JSON object; `from_json` reads it back to an equal value."""
         ratios = {str(p): ratio for p, ratio in self.ratios}
         schedule = json.loads(self.schedule.to_json())
-        own = {name: getattr(self, name.removesuffix('_freezing')) for name in _PLAIN}
+        values = self.makespan, self.without, self.warm_up, self.unit, self.seed
+        own = dict(zip(_PLAIN, values, strict=True))
         return json.dumps({'format': FORMAT, 'schedule': schedule, 'ratios': ratios, **own})
 
     @classmethod
