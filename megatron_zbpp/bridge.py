@@ -47,7 +47,7 @@ _OVERLAPS = ('tp_comm_overlap', model_settings.OVERLAP, *_SUPERSEDED)
 def enable(
     config: Any, schedule: str | Schedule = 'zb-h1', num_chunks: int | None = None, **options: Any
 ) -> Plugin:
-    """Enable `schedule` for Megatron-Bridge, and write what it needs into `config`.
+    """Enable `schedule` for Megatron-Bridge, and write its needs into `config`.
 
     That is the layout of the layers and the number of chunks a rank. Call it last, before
     `pretrain(config, forward_step)` or `finetune`.

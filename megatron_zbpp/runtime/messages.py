@@ -81,7 +81,7 @@ class FixedShape:
         self._expected = expected  # returns what an instruction carries
 
     def checked(self, output: object, instruction: Send | Hand) -> Tensors:
-        """Return `output`, which goes to another stage; ValueError: it is no such message."""
+        """Return `output`, which goes to another stage; ValueError: another shape or type."""
         expected = self._expected(instruction)
         if not isinstance(expected, tuple):
             if _fits(output, expected):

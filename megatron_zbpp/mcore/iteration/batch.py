@@ -226,7 +226,7 @@ class NextIteration:
         return True
 
     def drop(self) -> None:
-        """Drop forwards of later batches, on all ranks; what they have read is given again."""
+        """Drop forwards of later batches, on all ranks; their data is given again."""
 
     def close(self) -> None:
         """Drop what was begun, on all ranks: nothing is trained from now on."""

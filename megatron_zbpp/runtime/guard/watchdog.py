@@ -280,7 +280,7 @@ class Watchdog(Unwatched):
             atexit.register(self.stop)
 
     def _run(self, termination: Termination, heartbeats: Heartbeats) -> None:
-        """Look; time is counted in looks, so that a suspended machine is no stall."""
+        """Look now and then, and count looks, not seconds: a suspended machine is no stall."""
         seen, looks = None, 0
         between = min(self.timeout, self._pause_timeout or self.timeout) / _LOOKS
         while not self._stopping:
