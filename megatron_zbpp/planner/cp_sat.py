@@ -22,12 +22,11 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import accumulate, chain, combinations, permutations
+from itertools import accumulate, chain, combinations
 from math import ceil, floor, gcd, inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_zbpp.ir import B, F, Pass, Schedule, W
-from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir import F, Pass, Schedule
 from megatron_zbpp.ir.graph import HOST, TRANSFERS
 from megatron_zbpp.ir.graph import chain as plain_graph
 from megatron_zbpp.planner.ends import last_of, lower_bound, replay_whole
@@ -180,35 +179,13 @@ def _whole(time: float, unit: float) -> float:
 
 def in_ticks(problem: Problem, unit: float, ticks: int) -> Problem:
     """Return the problem in ticks: whole units, none longer than they were, and one for no time."""
-    times: dict[str, list[float]] = {}
-    sites = 1 + max(task.stage for task in problem.tasks)
-    parts = {task.kind: [(1 / problem.slices,) * problem.slices] * sites for task in problem.tasks}
-    for of_slices, own in zip(problem.of_slices, problem.times, strict=True):
-        by_slice = sorted((task.slice, time) for task, time in zip(of_slices, own, strict=True))
-        taken = [ticks * _whole(time, unit) or 1.0 for _, time in by_slice]
-        kind, stage, _ = of_slices[0]
-        times.setdefault(kind, [0.0] * sites)[stage] = sum(taken)
-        parts[kind][stage] = tuple(time / sum(taken) for time in taken)
-    edge, route = problem.costs.edge, problem.placement.only_route
-    edges = {
-        pair: ticks * _whole(edge(*pair), unit)
-        for pair in permutations(range(problem.placement.num_ranks), 2)
-    }
 
-    def hop(made: int, taken: int) -> float:
-        ranks = route[made], route[taken]
-        return ticks * _whole(edge(*ranks, (made, taken)), unit) - edges.get(ranks, 0.0)
+    def whole(time: float) -> float:
+        return ticks * _whole(time, unit)
 
-    stages, amounts = problem.placement.num_stages, problem.costs.amounts
-    held = {name: own for name, own in problem.costs.parts.items() if name in amounts}
-    costs = Costs(
-        {k: tuple(own[:stages] if k in (F, B, W) else own) for k, own in times.items()},
-        amounts=amounts,
-        edges=tuple((*pair, latency) for pair, latency in edges.items()),
-        hops=tuple((hop(s, s + 1), hop(s + 1, s)) for s in range(stages - 1)),
-        parts={**{kind: tuple(own) for kind, own in parts.items()}, **held},
-    )
-    return replace(problem, costs=costs)
+    times = tuple(tuple(whole(time) or 1.0 for time in own) for own in problem.times)
+    inputs = (tuple((need, whole(edge)) for need, edge in own) for own in problem.inputs)
+    return problem.with_times(times, tuple(inputs))
 
 
 class _Model:

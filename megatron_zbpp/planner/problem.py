@@ -70,6 +70,14 @@ class Problem:
         few += (m - few) % beat
         return self if 3 * few > 2 * m else replace(self, num_microbatches=few)
 
+    def with_times(
+        self, times: tuple[tuple[float, ...], ...], inputs: tuple[Inputs, ...]
+    ) -> Problem:
+        """Return the problem with other `times` and `inputs`, from which all else follows."""
+        other = replace(self)
+        vars(other).update(times=times, inputs=inputs)
+        return other
+
     @cached_property
     def _flat(self) -> Compiled:
         """The compiled graph of one slice; each row, a task, is a queue."""
