@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megatron_zbpp.ir import Pass, Placement, Schedule
     from megatron_zbpp.ir.costs import Costs
     from megatron_zbpp.ir.formats import load
-    from megatron_zbpp.ir.layout import ModelLayout
+    from megatron_zbpp.ir.placement import ModelLayout
     from megatron_zbpp.ir.schedule import ScheduleError
     from megatron_zbpp.mcore.enabled import enable
     from megatron_zbpp.mcore.iteration.observe import Observer
@@ -92,7 +92,7 @@ _MODULES = {
     'ir.costs': ('Costs',),
     'ir.schedule': ('ScheduleError',),
     'ir.formats': ('load',),
-    'ir.layout': ('ModelLayout',),
+    'ir.placement': ('ModelLayout',),
     'mcore.enabled': ('enable',),
     'partitioning.layers': ('Device', 'Devices', 'Layer', 'Layers'),
     'partitioning.plans': ('PartitionPlan', 'partition'),
@@ -146,7 +146,7 @@ def layout_for(
         ValueError: no such schedule, or too few layers for so many stages.
     """
     from megatron_zbpp.ir import Placement, strict_json
-    from megatron_zbpp.ir.layout import ModelLayout, layers_per_stage
+    from megatron_zbpp.ir.placement import ModelLayout, layers_per_stage
     from megatron_zbpp.mcore.programs import Programs
     from megatron_zbpp.mcore.settings import Settings
 

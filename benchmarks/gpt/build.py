@@ -29,7 +29,7 @@ from benchmarks.gpt.device import Gpu, Host
 from benchmarks.gpt.jobs import Job
 from benchmarks.gpt.models import Model
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.ir.layout import layers_per_stage, layout_string
+from megatron_zbpp.ir.placement import layers_per_stage, layout_string
 
 _SEED = 1234
 

@@ -11,7 +11,7 @@ from benchmarks.common.spawning import joined, spawned
 from benchmarks.partition.place import Place
 from megatron_zbpp.analysis.fit_costs import measured_costs, middle
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.layout import layers_per_stage, layout_string
+from megatron_zbpp.ir.placement import layers_per_stage, layout_string
 from megatron_zbpp.schedules import build
 
 HEAD = 64  # size of an attention head

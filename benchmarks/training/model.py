@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 
 from benchmarks.gpt import build
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.ir.layout import layers_per_stage, layout_string
+from megatron_zbpp.ir.placement import layers_per_stage, layout_string
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 _WORDS = 1024

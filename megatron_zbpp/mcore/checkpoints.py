@@ -28,7 +28,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import get_model_config
 
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.ir.layout import layers_per_stage, layout_string
+from megatron_zbpp.ir.placement import layers_per_stage, layout_string
 from megatron_zbpp.mcore import layout, model_settings
 from megatron_zbpp.mcore.patches.training_loop import placement_of
 from megatron_zbpp.mcore.session import Session

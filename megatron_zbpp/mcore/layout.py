@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock, get_nu
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.ir.layout import layout_string
+from megatron_zbpp.ir.placement import layout_string
 from megatron_zbpp.mcore import compat, model_settings
 
 # They divide their pattern among the stages, and have no layout.

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.ir.layout import layers_per_stage, layout_string
+from megatron_zbpp.ir.placement import layers_per_stage, layout_string
 from megatron_zbpp.mcore import compat, layout
 from megatron_zbpp.mcore.layout import chunk_being_built
 from megatron_zbpp.mcore.patches.registry import Patch, around

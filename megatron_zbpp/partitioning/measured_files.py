@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from megatron_zbpp.ir import BW, F, files, strict_json
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.costs_file import ROUTES
-from megatron_zbpp.ir.layout import layout_string
+from megatron_zbpp.ir.placement import layout_string
 from megatron_zbpp.partitioning import recordings
 from megatron_zbpp.partitioning.recordings import Measured, Recording, divided, from_recordings
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.ir.layout import layers_per_stage
+from megatron_zbpp.ir.placement import layers_per_stage
 from megatron_zbpp.partitioning.layers import Layer, Layers
 from megatron_zbpp.partitioning.shapes import Block, Shape, bytes_of_a_parameter, layers_of
 

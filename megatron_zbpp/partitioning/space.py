@@ -11,7 +11,7 @@ from math import comb, inf
 from megatron_zbpp.ir import B, Placement, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.formats import BYTES, MANY, Units
-from megatron_zbpp.ir.layout import layers_per_stage
+from megatron_zbpp.ir.placement import layers_per_stage
 from megatron_zbpp.partitioning.layers import DECODER, MTP, Devices, Layers
 from megatron_zbpp.planner.cost_sources import CostSource, Naming
 from megatron_zbpp.planner.limits import Bytes, Limit, least_limits, same_limits

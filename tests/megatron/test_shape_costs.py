@@ -14,7 +14,7 @@ from benchmarks.pipelines.runners import ZbppRunner
 from benchmarks.training.model import Gpt
 from megatron_zbpp import Layers
 from megatron_zbpp.cli import main
-from megatron_zbpp.ir.layout import layers_per_stage
+from megatron_zbpp.ir.placement import layers_per_stage
 from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.schedules import build
 

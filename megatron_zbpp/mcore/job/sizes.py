@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_zbpp.ir import Placement, Schedule
-from megatron_zbpp.ir.layout import layers_per_stage, layout_string
+from megatron_zbpp.ir.placement import layers_per_stage, layout_string
 from megatron_zbpp.mcore import layout, model_settings
 from megatron_zbpp.mcore.options import Names
 from megatron_zbpp.mcore.programs import Programs

@@ -32,7 +32,7 @@ from megatron_zbpp.schedules.construct import building_blocks
 
 # whose names expressions may have, beside those of the package itself and of this file
 MODULES = """
-ir ir.formats ir.graph ir.layout ir.strict_json ir.techniques analysis.lowering analysis.memory
+ir ir.formats ir.graph ir.placement ir.strict_json ir.techniques analysis.lowering analysis.memory
 analysis.run_ahead analysis.simulator schedules schedules.construct.draft
 schedules.construct.phases techniques techniques.base techniques.offload techniques.recompute
 techniques.slices.balance techniques.slices.graph techniques.slices.place techniques.two_way

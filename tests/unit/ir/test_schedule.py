@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from megatron_zbpp import Costs, ModelLayout, Pass, Placement, Schedule, build, simulate
 from megatron_zbpp.ir import KINDS, chain
 from megatron_zbpp.ir.graph import compiled
-from megatron_zbpp.ir.layout import layers_per_stage, layout_string
 from megatron_zbpp.ir.machine import Machine
+from megatron_zbpp.ir.placement import layers_per_stage, layout_string
 from megatron_zbpp.ir.plan_costs import stages_file
 from megatron_zbpp.ir.schedule import grid
 from megatron_zbpp.ir.timeline import Timeline
