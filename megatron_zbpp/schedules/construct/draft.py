@@ -77,7 +77,7 @@ class Draft(Machine):
             self._started[rank] = start
         end = self.clock[rank] = self.run(p, start)
         self.orders[rank].append(p)
-        self.held[rank] += self._changes[p.kind, p.stage, p.slice]
+        self.held[rank] += self._changes.get((p.kind, p.stage, p.slice), 0.0)
         if p.kind == W:
             self.pending[rank].popleft()
         elif p.kind == B:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from heapq import heappop, heappush
 
 from megatron_zbpp.ir import BW, F, Graph, Pass, Placement, Schedule, chain
+from megatron_zbpp.schedules.construct.draft import Draft
 from megatron_zbpp.techniques.updates.versions import CORRECTED, NEWEST, UPDATE, updating
 
 
@@ -106,8 +107,8 @@ def wpipe(num_ranks: int, num_microbatches: int) -> Schedule:
       second.
     """
     draft = _Draft(num_ranks, num_microbatches, num_calls(num_ranks, num_microbatches) + 10)
-    graph, placement = _two_groups(num_ranks, num_microbatches)
-    return Schedule.of('wpipe', placement, draft.total, draft.orders(), graph)
+    draft.run_all()
+    return draft.schedule('wpipe')
 
 
 def wpipe_joint(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -130,7 +131,9 @@ def wpipe_joint(num_ranks: int, num_microbatches: int) -> Schedule:
     p, m = num_ranks, num_microbatches
     ahead, calls = m if m <= 4 * p else 2 * p, num_calls(p, m) + 2
     orders: list[list[Pass]] = []
-    for rank, drafted in enumerate(_JointDraft(p, m, ahead).orders()):
+    draft = _JointDraft(p, m, ahead)
+    draft.run_all()
+    for rank, drafted in enumerate(draft.orders):
         order = [Pass(F, rank, j) for j in range(ahead)]
         at = [i for i, each in enumerate(drafted) if each.kind == UPDATE and each.stage >= p]
         steady = drafted[at[_STEADY - 1] + 1 : at[_STEADY] + 1]
@@ -138,16 +141,9 @@ def wpipe_joint(num_ranks: int, num_microbatches: int) -> Schedule:
             moved = (each._replace(microbatch=each.microbatch + later) for each in steady)
             order += [each for each in moved if each.microbatch < calls * m]
         orders.append(order)
-    graph, placement = _two_groups(p, m)
-    return Schedule.of('wpipe-joint', placement, calls * m, orders, graph)
+    return Schedule.of('wpipe-joint', draft.placement, calls * m, orders, draft.graph)
 
 
-def _two_groups(p: int, m: int) -> tuple[Graph, Placement]:
-    """Return the graph of two stages a rank, the first of them one step late, and its placement."""
-    return updating(chain(2 * p), m, delays=(1,) * p + (0,) * p), Placement.loop(p, 2)
-
-
-_TIMES = {F: 1, BW: 2}
 _STEADY = 4  # a call of a draft behind which its calls are taken to repeat
 
 
@@ -177,40 +173,41 @@ def _order(stage: int, ahead: int, m: int, total: int) -> Iterator[Pass]:
             yield Pass(UPDATE, stage, j)
 
 
-class _Draft:
+class _Draft(Draft):
     """Runs two chunks a rank against the clock."""
 
     turns = tuple((half, kind) for half in (1, 0) for kind in (F, BW))  # what comes first
 
     def __init__(self, num_ranks: int, num_microbatches: int, calls: int) -> None:
-        self._p, self._m, self.total = num_ranks, num_microbatches, calls * num_microbatches
-        self._ends: dict[Pass, int] = {}
+        p, m = self._p, self._m = num_ranks, num_microbatches
+        # weights of the first group are one step late
+        graph = updating(chain(2 * p), m, delays=(1,) * p + (0,) * p)
+        super().__init__(Placement.loop(p, 2), calls * m, graph=graph)
         self._begun = Counter[tuple[str, int]]()  # by kind and stage
 
-    def orders(self) -> list[list[Pass]]:
-        """Return the order of each rank."""
-        orders: list[list[Pass]] = [[] for _ in range(self._p)]
-        busy, wakes = [0] * self._p, [(0, rank) for rank in range(self._p)]
+    def run_all(self) -> None:
+        wakes = [(0.0, rank) for rank in range(self._p)]
         while wakes:
             now, rank = heappop(wakes)
-            taken = self._ready(rank, now) if busy[rank] <= now else None
+            taken = self._ready(rank, now) if self.clock[rank] <= now else None
             if taken is None:
                 continue
             self._begun[taken.kind, taken.stage] += 1
-            busy[rank] = self._ends[taken] = now + _TIMES[taken.kind]
-            orders[rank].append(taken)
-            orders[rank] += self._steps(rank, taken)
+            end = self.put(taken, not_before=now)
+            for step in self._steps(rank, taken):
+                self.put(step)
             for other in range(self._p):
-                heappush(wakes, (busy[rank], other))
-        return orders
+                heappush(wakes, (end, other))
 
-    def _ready(self, rank: int, now: int) -> Pass | None:
+    def _ready(self, rank: int, now: float) -> Pass | None:
         for half, kind in self.turns:
             stage = rank + half * self._p
             p = Pass(kind, stage, self._begun[kind, stage])
-            needs = self._needs(p)
-            there = (self._ends.get(need, now + 1) <= now for need in needs)
-            if p.microbatch < self.total and self._has_room(p) and all(there):
+            if (
+                p.microbatch < self.num_microbatches
+                and self._has_room(p)
+                and self.arrival(p) <= now
+            ):
                 return p
         return None
 
@@ -221,15 +218,6 @@ class _Draft:
     def _has_room(self, p: Pass) -> bool:
         held = p.microbatch - self._begun[BW, p.stage]
         return p.kind != F or held < (3 * self._p if p.stage < self._p else self._p)
-
-    def _needs(self, p: Pass) -> list[Pass]:
-        kind, stage, j, _ = p
-        if kind == BW:
-            above = [p._replace(stage=stage + 1)] if stage + 1 < 2 * self._p else []
-            return [p._replace(kind=F), *above]
-        batch = j // self._m - (stage < self._p)  # whose weights it takes
-        weights = [Pass(BW, stage, batch * self._m - 1)] if batch > 0 else []
-        return weights + ([p._replace(stage=stage - 1)] if stage else [])
 
 
 class _JointDraft(_Draft):
