@@ -14,11 +14,14 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from itertools import pairwise
+from math import ceil, floor
+from typing import Any, NamedTuple, TypeVar
 
 from megatron_zbpp.ir import Schedule
 
@@ -46,11 +49,6 @@ class Sizes(NamedTuple):
     n: int = 1  # slices of a sequence
 
     @property
-    def S(self) -> float:
-        """All the work of one microbatch on a full rank."""
-        return self.F + self.B + self.W
-
-    @property
     def equal(self) -> bool:
         """True if F, B and W take the same time."""
         return self.F == self.B == self.W
@@ -60,29 +58,59 @@ def filled(at: Sizes) -> bool:  # each rank has work while a microbatch goes thr
     return at.m >= at.p
 
 
-def filled_evenly(at: Sizes) -> bool:
-    return at.m >= at.p and at.equal
-
-
 def steady(at: Sizes) -> bool:  # there is a steady state, of equal passes
     return at.m >= 2 * at.p and at.equal
 
 
+_FUNCTIONS = {'floor': floor, 'ceil': ceil}
+_TEXT = re.compile(r'(at most )?(.+?)(?: \(([^()]*(?:=|divides)[^()]*)\))?')
+
+
 @dataclass(frozen=True)
 class Formula:
-    """A number that follows from sizes, and how a table writes it."""
+    """A number that follows from sizes, and how a table writes it.
 
-    text: str  # for people, the condition included: `(p-1)(F+B+W)/v (m >= p)`
-    value: Callable[[Sizes], float]
+    Without `value` it is computed as its text says: a term, `at most` before it where it is a
+    bound, and in brackets behind it the sizes for which it is promised.
+
+    >>> bubble = Formula('(p-1)(F+B-W)/v (F=B=W, m >= p)')
+    >>> bubble(Sizes(p=8, m=24, v=2)), bubble.where(Sizes(p=8, m=4))
+    (3.5, False)
+    """
+
+    text: str
+    value: Callable[[Sizes], float] | None = None
     where: Callable[[Sizes], bool] = lambda sizes: True  # at which the number is promised
     at_most: bool = False  # the promise is an upper bound
 
+    def __post_init__(self) -> None:
+        if self.value is None and (found := _TEXT.fullmatch(self.text)):
+            bound, term, condition = found.groups(default='')
+            holds = [_computed(each) for each in condition.split(', ') if each]
+            object.__setattr__(self, 'value', _computed(term))
+            object.__setattr__(self, 'where', lambda at: all(each(at) for each in holds))
+            object.__setattr__(self, 'at_most', bool(bound))
+
     def __call__(self, sizes: Sizes) -> float:
         """Return the number, also where it is not promised."""
+        assert self.value is not None
         return self.value(sizes)
 
     def __str__(self) -> str:
         return self.text
+
+
+def _computed(text: str) -> Callable[[Sizes], Any]:
+    """Return the function of a term or a condition, in which products have no sign."""
+    text = re.sub(r'(\S+) divides (\S+)', r'\2 % (\1) = 0', text)
+    signs = re.findall(r'floor|ceil|[A-Za-z]|[\d.]+|[<>]=|\S', text)
+    python = ''
+    for before, sign in pairwise(['(', *signs]):
+        factor = before == ')' or (before[-1].isalnum() and before not in _FUNCTIONS)
+        python += '*' * (factor and (sign == '(' or sign[0].isalnum()))
+        python += '==' if sign == '=' else sign
+    code = compile(python, text, 'eval')
+    return lambda sizes: eval(code, {**_FUNCTIONS, **sizes._asdict()})
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from functools import partial
 
 from megatron_zbpp.schedules.catalogue.recommended import SLOTTED_BUBBLE, interleaved_peak
 from megatron_zbpp.schedules.construct.phases import even_groups, gis_h_group
-from megatron_zbpp.schedules.registry import Family, Formula, Sizes, filled, filled_evenly, steady
+from megatron_zbpp.schedules.registry import Family, Formula, Sizes, filled, steady
 
 _sliced = partial(
     Family,
@@ -26,8 +26,8 @@ ROWS = (
         'gpipe',
         'whole_backwards:gpipe',
         summary='all forwards, then all backwards',
-        bubble=Formula('(p-1)(F+B+W)', lambda at: (at.p - 1) * at.S),
-        memory=Formula('m', lambda at: at.m),
+        bubble=Formula('(p-1)(F+B+W)'),
+        memory=Formula('m'),
         source='GPipe, arXiv 1811.06965, section 2.3',
         when=(
             'as a baseline, or with very few microbatches. `1f1b` takes the same time in less '
@@ -39,7 +39,7 @@ ROWS = (
         '1f1b-pb',
         'whole_backwards:one_f_one_b_pb',
         summary='1F1B with about twice the warm-up: each message has a pass of time; more memory',
-        bubble=Formula('(p-1)(F+B+W)', lambda at: (at.p - 1) * at.S),
+        bubble=Formula('(p-1)(F+B+W)'),
         memory=Formula('2p-1, or the limit', lambda at: min(2 * at.p - 1, at.m)),
         source='DAPPLE, arXiv 2007.01045, section 3.2, warm-up policy B',
         when='one chunk a rank on slow links, and the backward cannot be split.',
@@ -50,7 +50,7 @@ ROWS = (
         'kfkb',
         'whole_backwards:kfkb',
         summary='k forwards and k backwards by turns, k chosen for the messages',
-        bubble=Formula('(p-1)(F+B+W)', lambda at: (at.p - 1) * at.S),
+        bubble=Formula('(p-1)(F+B+W)'),
         memory=Formula('2p, or the limit', lambda at: min(2 * at.p, at.m)),
         source='Ada-Grouper, arXiv 2303.01675',
         when=(
@@ -65,7 +65,7 @@ ROWS = (
         'bpipe',
         'techniques.evict:b_pipe',
         summary='1F1B whose first ranks keep activations on the last ones, which have room',
-        bubble=Formula('(p-1)(F+B+W)', lambda at: (at.p - 1) * at.S),
+        bubble=Formula('(p-1)(F+B+W)'),
         # ceil((p+2)/2), and n-1 further slices of n
         memory=Formula(
             'floor((p+3)/2)',
@@ -83,8 +83,8 @@ ROWS = (
         'breadth-first',
         'loops:breadth_first',
         summary='chunk by chunk through all microbatches, for FSDP',
-        bubble=Formula('(p-1)(F+B+W)/v', lambda at: (at.p - 1) * at.S / at.v, filled),
-        memory=Formula('m', lambda at: at.m),
+        bubble=Formula('(p-1)(F+B+W)/v (m >= p)'),
+        memory=Formula('m'),
         source='Breadth-First Pipeline Parallelism, arXiv 2211.05953, section 4',
         when=(
             'with FSDP and a small m: the weights of a chunk are needed in one stretch for the '
@@ -98,11 +98,7 @@ ROWS = (
         'zb-h2',
         'zero_bubble:zb_h2',
         summary='no bubble in any window, for twice the memory; needs post-validation',
-        bubble=Formula(
-            '(p-1)(F+B-2W)',
-            lambda at: (at.p - 1) * (at.F + at.B - 2 * at.W),
-            lambda at: at.m >= 2 * at.p - 1 and at.F + at.B >= 2 * at.W,
-        ),
+        bubble=Formula('(p-1)(F+B-2W) (m >= 2p-1, F+B >= 2W)'),
         memory=Formula('2p-1', lambda at: min(2 * at.p - 1, at.m)),
         source='Zero Bubble, arXiv 2401.10241, section 2.3.2',
         when=(
@@ -116,7 +112,7 @@ ROWS = (
         'zb-1p',
         'zb_auto:zb_1p',
         summary='automatic order for measured times, in the memory of 1F1B',
-        bubble=Formula('(p-1)(F+B-W)', lambda at: (at.p - 1) * (at.F + at.B - at.W), steady),
+        bubble=Formula('(p-1)(F+B-W) (F=B=W, m >= 2p)'),
         memory=Formula('p, or the limit', lambda at: min(at.p, at.m)),
         source='Zero Bubble, arXiv 2401.10241, section 3.1',
         when=(
@@ -152,9 +148,7 @@ ROWS = (
         '1f1b-v',
         'v_controlled:v_1f1b',
         summary='1F1B on a V placement: less memory without the B/W split',
-        bubble=Formula(
-            'at most (5p-5)F/2 (F=B=W)', lambda at: 5 * (at.p - 1) / 2 * at.F, steady, at_most=True
-        ),
+        bubble=Formula('at most (5p-5)F/2 (F=B=W, m >= 2p)'),
         memory=Formula('floor(2p/3)+1', lambda at: min(2 * at.p // 3 + 1, at.m)),
         source='Controllable Memory, arXiv 2405.15362, appendix',
         when='the backward cannot be split, and memory counts. Else `v-half` has less of both.',
@@ -165,7 +159,7 @@ ROWS = (
         'gis',
         'loops:gis',
         summary='interleaved with B sent before W, in the memory of 1F1B',
-        bubble=Formula('(p-1)(F+B)/v', lambda at: (at.p - 1) * (at.F + at.B) / at.v, filled_evenly),
+        bubble=Formula('(p-1)(F+B)/v (F=B=W, m >= p)'),
         memory=Formula('p', lambda at: _gis_peak(at, at.p), filled),
         source='PipeOffload, arXiv 2503.01328',
         when=(
@@ -189,7 +183,7 @@ ROWS = (
                 )
                 / at.v
             ),
-            lambda at: filled_evenly(at) and at.m % gis_h_group(at.p) == 0,
+            lambda at: filled(at) and at.equal and at.m % gis_h_group(at.p) == 0,
         ),
         memory=Formula('(g(v-1) + p)/v', lambda at: _gis_peak(at, gis_h_group(at.p)), filled),
         source='PipeOffload, arXiv 2503.01328',
@@ -204,9 +198,7 @@ ROWS = (
         'techniques.offload:po_h',
         summary='PO with half of the chunks of each rank on the host between F and B',
         bubble=SLOTTED_BUBBLE,
-        memory=Formula(
-            'at most ((v+2)p/8 + 3)/v', lambda at: ((at.v + 2) * at.p / 8 + 3) / at.v, at_most=True
-        ),
+        memory=Formula('at most ((v+2)p/8 + 3)/v'),
         source='PipeOffload, arXiv 2503.01328',
         when='memory is short and a copy both ways takes up to twice the time that it computes.',
         aliases=('PipeOffload-half',),
@@ -218,7 +210,7 @@ ROWS = (
         'techniques.offload:po_f',
         summary='PO with all that has the time on the host between F and B',
         bubble=SLOTTED_BUBBLE,
-        memory=Formula('at most 4/v', lambda at: 4 / at.v, at_most=True),
+        memory=Formula('at most 4/v'),
         source='PipeOffload, arXiv 2503.01328',
         when=(
             'long sequences or wide layers, where a copy both ways takes no longer than it '
@@ -232,7 +224,7 @@ ROWS = (
         'dualpipe-v',
         'v_controlled:dualpipe_v',
         summary='forwards and backwards paired to overlap expert parallelism, on a V placement',
-        bubble=Formula('(p-1)F/2 (F=B=W)', lambda at: (at.p - 1) * at.F / 2, steady),
+        bubble=Formula('(p-1)F/2 (F=B=W, m >= 2p)'),
         memory=Formula('p + 1/2', lambda at: min(at.p + 0.5, at.m), lambda at: at.m >= 2 * at.p),
         source='DualPipe, github.com/deepseek-ai/DualPipe; DeepSeek-V3, arXiv 2412.19437',
         when=(
@@ -248,12 +240,8 @@ ROWS = (
         'stp',
         'v_controlled:stp',
         summary='forwards paired with F, B or W, to overlap tensor parallelism, on a V placement',
-        bubble=Formula(
-            'F/2 (F=B=W, m >= 3p-1)',
-            lambda at: at.F / 2,
-            lambda at: at.equal and at.m >= 3 * at.p - 1,
-        ),
-        memory=Formula('2p - 1/2', lambda at: 2 * at.p - 0.5, lambda at: at.m >= 3 * at.p - 1),
+        bubble=Formula('F/2 (F=B=W, m >= 3p-1)'),
+        memory=Formula('2p - 1/2 (m >= 3p-1)'),
         source='STP, arXiv 2510.27257',
         when=(
             'tensor parallelism whose communication cannot be hidden within a pass, and a model '
@@ -266,7 +254,7 @@ ROWS = (
         'seq1f1b',
         'techniques.slices.place:seq1f1b',
         summary='1F1B over slices of sequences: an n-th of the bubble, in less memory',
-        bubble=Formula('(p-1)(F+B+W)/n', lambda at: (at.p - 1) * at.S / at.n),
+        bubble=Formula('(p-1)(F+B+W)/n'),
         source='Seq1F1B, arXiv 2406.03488, section 3',
         when=(
             'sequences are long and microbatches few. Each message and each kernel has an n-th of '
@@ -277,11 +265,7 @@ ROWS = (
         'seq1f1b-zb',
         'techniques.slices.place:seq1f1b_zb',
         summary="ZB-H1 over slices of sequences: an n-th of its bubble, in Seq1F1B's memory",
-        bubble=Formula(
-            '(p-1)(F+B-W)/n (mn >= 2p-2+n)',
-            lambda at: (at.p - 1) * (at.F + at.B - at.W) / at.n,
-            lambda at: at.m * at.n >= 2 * at.p - 2 + at.n,
-        ),
+        bubble=Formula('(p-1)(F+B-W)/n (mn >= 2p-2+n)'),
         source='Seq1F1B, arXiv 2406.03488, with ZB-H1 of arXiv 2401.10241',
         when=(
             'instead of `seq1f1b`, always. Attention has no W: the longer the sequence, the '
@@ -292,11 +276,7 @@ ROWS = (
         'seq-zb-v',
         'techniques.slices.place:seq_zb_v',
         summary='ZB-V over slices of sequences: no bubble in any window, with few microbatches too',
-        bubble=Formula(
-            '0 (F=B=W, mn >= 2p-2+n)',
-            lambda at: 0,
-            lambda at: at.m * at.n >= 2 * at.p - 2 + at.n and at.equal,
-        ),
+        bubble=Formula('0 (F=B=W, mn >= 2p-2+n)'),
         source='Seq1F1B, arXiv 2406.03488, with ZB-V of arXiv 2401.10241',
         when='long sequences with fewer than 2p microbatches, where `zb-v` has a bubble.',
         placement='v',
@@ -305,11 +285,7 @@ ROWS = (
         'seq1f1b-interleaved',
         'techniques.slices.place:seq1f1b_interleaved',
         summary='interleaved 1F1B over slices of sequences: an nv-th of the bubble of 1F1B',
-        bubble=Formula(
-            '(p-1)(F+B+W)/(nv) (mn >= p)',
-            lambda at: (at.p - 1) * at.S / (at.n * at.v),
-            lambda at: at.m * at.n >= at.p,
-        ),
+        bubble=Formula('(p-1)(F+B+W)/(nv) (mn >= p)'),
         memory=Formula('1 + 2(p-1)/(nv), n >= p', interleaved_peak),
         source='Seq1F1B, arXiv 2406.03488; SlimPipe, arXiv 2504.14519',
         when=(
@@ -327,18 +303,8 @@ ROWS = (
             'interleaved 1F1B over equal slices, the output layer on all ranks: the activations of '
             'about one microbatch'
         ),
-        bubble=Formula(
-            'at most (p-1)(F+B+W)/(nv) (2F=B+W, mn >= p)',
-            lambda at: (at.p - 1) * at.S / (at.n * at.v),
-            lambda at: abs(at.B + at.W - 2 * at.F) < 1e-9 and at.m * at.n >= at.p,
-            at_most=True,
-        ),
-        memory=Formula(
-            'at most 1 + (2p-2+v)/(nv) (n >= p)',
-            lambda at: 1 + (2 * at.p - 2 + at.v) / (at.n * at.v),
-            lambda at: at.n >= at.p,
-            at_most=True,
-        ),
+        bubble=Formula('at most (p-1)(F+B+W)/(nv) (2F=B+W, mn >= p)'),
+        memory=Formula('at most 1 + (2p-2+v)/(nv) (n >= p)'),
         source='SlimPipe, arXiv 2504.14519',
         when=(
             'long sequences, a large vocabulary, and memory for one microbatch. `zb-v` with '

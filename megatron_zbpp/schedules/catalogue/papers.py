@@ -5,19 +5,15 @@ from __future__ import annotations
 from functools import partial
 
 from megatron_zbpp.schedules.construct.phases import zeropp_unit
-from megatron_zbpp.schedules.registry import EVEN, TWO, Family, Formula, Sizes, filled
+from megatron_zbpp.schedules.registry import EVEN, TWO, Family, Formula
 
 _two_way = partial(Family, placement='two-way', techniques=('two_way',))
 _asynchronous = partial(
     Family,
     bubble=Formula('0 of a call', lambda at: 0),
-    memory=Formula('p', lambda at: at.p),
+    memory=Formula('p'),
     techniques=('updates',),
 )
-
-
-def _whole_units(at: Sizes) -> bool:
-    return at.m % at.p == 0
 
 
 ROWS = (
@@ -25,8 +21,8 @@ ROWS = (
         '2bp',
         'zero_bubble:two_bp',
         summary='GPipe with a split backward: all F, all B, all W',
-        bubble=Formula('(p-1)(F+B)', lambda at: (at.p - 1) * (at.F + at.B)),
-        memory=Formula('m', lambda at: at.m),
+        bubble=Formula('(p-1)(F+B)'),
+        memory=Formula('m'),
         source='2BP: 2-Stage Backpropagation, arXiv 2405.18047, section 3',
         when='to compare. `zb-h1` has less bubble in the memory of 1F1B.',
         aliases=('2BP-GPipe',),
@@ -35,8 +31,8 @@ ROWS = (
         '2bp-1f1b',
         'zero_bubble:two_bp_1f1b',
         summary='1F1B with a split backward whose W only fill waits',
-        bubble=Formula('(p-1)(F+B-W)', lambda at: (at.p - 1) * (at.F + at.B - at.W), filled),
-        memory=Formula('m', lambda at: at.m),
+        bubble=Formula('(p-1)(F+B-W) (m >= p)'),
+        memory=Formula('m'),
         source='2BP: 2-Stage Backpropagation, arXiv 2405.18047, section 3',
         when='p <= m < 2p. Else `zb-h1` has the same bubble in the memory of 1F1B.',
         aliases=('2BP-1F1B-1', '2BP-1F1B-2'),
@@ -45,12 +41,8 @@ ROWS = (
         'merak',
         'techniques.recompute:merak',
         summary='1F1B that recomputes on all ranks but the last, one forward further ahead',
-        bubble=Formula(
-            'mF + (p-2)(F+B+W) (F=B=W, m >= p)',
-            lambda at: at.m * at.F + (at.p - 2) * at.S,
-            lambda at: filled(at) and at.m > 2 and at.equal,
-        ),
-        memory=Formula('1', lambda at: 1),
+        bubble=Formula('mF + (p-2)(F+B+W) (F=B=W, m >= p, m >= 3)'),
+        memory=Formula('1'),
         source='Merak, arXiv 2206.04959, as far as its abstract tells',
         when=(
             'everything has to run again. `--pipeline-recompute` does it to any schedule: `zb-v` '
@@ -65,13 +57,8 @@ ROWS = (
         'varuna',
         'techniques.recompute:varuna',
         summary='forwards run ahead until a gradient is near; then R and its backward',
-        bubble=Formula(
-            'at most mF + (p-1)(F+B+W) (F=B=W)',
-            lambda at: at.m * at.F + (at.p - 1) * at.S,
-            lambda at: at.equal,
-            at_most=True,
-        ),
-        memory=Formula('1', lambda at: 1),
+        bubble=Formula('at most mF + (p-1)(F+B+W) (F=B=W)'),
+        memory=Formula('1'),
         source='Varuna, arXiv 2111.04007, section 3',
         when='to compare; `merak` is no slower here, and keeps fewer inputs.',
         options=('costs',),
@@ -82,12 +69,7 @@ ROWS = (
         'hanayo',
         'loops:hanayo',
         summary='waves: 2W chunks a rank, down and up the ranks',
-        bubble=Formula(
-            'at most 4p(p-1)(F+B+W)/(3pv-2p+2) (F=B=W, m=p)',
-            lambda at: 4 * at.p * (at.p - 1) * at.S / (3 * at.p * at.v - 2 * at.p + 2),
-            lambda at: at.m == at.p and at.equal,
-            at_most=True,
-        ),
+        bubble=Formula('at most 4p(p-1)(F+B+W)/(3pv-2p+2) (F=B=W, m=p)'),
         memory=Formula('p', lambda at: min(at.p, at.m), at_most=True),
         source='Hanayo, arXiv 2308.15762',
         when=(
@@ -125,11 +107,7 @@ ROWS = (
         'chimera',
         'techniques.two_way:chimera',
         summary='1F1B down and up at the same time, on two copies of the weights',
-        bubble=Formula(
-            '(m/p+1)(p-2)F (F=B=W, p divides m)',
-            lambda at: (at.m / at.p + 1) * (at.p - 2) * at.F,
-            lambda at: at.equal and _whole_units(at),
-        ),
+        bubble=Formula('(m/p+1)(p-2)F (F=B=W, p divides m)'),
         memory=Formula('p', lambda at: min(at.p, at.m), lambda at: at.m % 2 == 0),
         source='Chimera, arXiv 2107.06925, section 3',
         when='to compare. `zb-v` on half the ranks, as two replicas, has less bubble.',
@@ -138,12 +116,7 @@ ROWS = (
         'chimera-zb',
         'techniques.two_way:chimera_zb',
         summary='Chimera with backwards split: its bubble no longer grows with the microbatches',
-        bubble=Formula(
-            'at most (p-2)F (F=B=W, p divides m)',
-            lambda at: (at.p - 2) * at.F,
-            lambda at: at.equal and _whole_units(at),
-            at_most=True,
-        ),
+        bubble=Formula('at most (p-2)F (F=B=W, p divides m)'),
         memory=Formula('p', lambda at: min(at.p, at.m), lambda at: at.m % 2 == 0),
         source='Chimera, arXiv 2107.06925, with the split of arXiv 2401.10241',
         when='instead of `chimera`, always.',
@@ -152,12 +125,8 @@ ROWS = (
         'chimera-doubling',
         'techniques.two_way:chimera_doubling',
         summary='Chimera with forwards in pairs, for backwards that take twice as long',
-        bubble=Formula(
-            '1.5(p-2)F (F=B=W, 2p divides m)',
-            lambda at: 1.5 * (at.p - 2) * at.F,
-            lambda at: at.equal and at.m % (2 * at.p) == 0,
-        ),
-        memory=Formula('2p', lambda at: 2 * at.p, lambda at: at.m % (2 * at.p) == 0),
+        bubble=Formula('1.5(p-2)F (F=B=W, 2p divides m)'),
+        memory=Formula('2p (2p divides m)'),
         source='Chimera, arXiv 2107.06925, section 3.5',
         when='to compare. `chimera-zb` has less bubble in half the memory.',
     ),
@@ -165,13 +134,8 @@ ROWS = (
         'gems',
         'techniques.two_way:gems',
         summary='one microbatch at a time, down and up by turns: the least memory, no speed',
-        bubble=Formula(
-            '(p-1)(F+m(B+W)) (F < B+W)',
-            lambda at: (at.p - 1) * (at.F + at.m * (at.B + at.W)),
-            lambda at: at.F <= at.B + at.W,
-            at_most=True,
-        ),
-        memory=Formula('1', lambda at: 1),
+        bubble=Formula('at most (p-1)(F+m(B+W)) (F <= B+W)'),
+        memory=Formula('1'),
         source='GEMS, SC 2020',
         when='activations are what limits, whatever the time.',
     ),
@@ -179,12 +143,8 @@ ROWS = (
         'dualpipe',
         'techniques.two_way:dualpipe',
         summary='forwards and backwards of opposite ways paired, to overlap expert parallelism',
-        bubble=Formula(
-            '(p/2-1)F (F=B=W, even m >= 2p)',
-            lambda at: (at.p / 2 - 1) * at.F,
-            lambda at: at.equal and at.m >= 2 * at.p and at.m % 2 == 0,
-        ),
-        memory=Formula('p+1', lambda at: at.p + 1, lambda at: at.m >= 2 * at.p and at.m % 2 == 0),
+        bubble=Formula('(p/2-1)F (F=B=W, m >= 2p, 2 divides m)'),
+        memory=Formula('p+1 (m >= 2p, 2 divides m)'),
         source='DualPipe, github.com/deepseek-ai/DualPipe; DeepSeek-V3, arXiv 2412.19437',
         when=(
             'to compare. `dualpipe-v` on half the ranks, as two replicas, is the same in time, '
@@ -196,12 +156,8 @@ ROWS = (
         'bitpipe',
         'techniques.two_way:bitpipe',
         summary='Chimera with two chunks each way, in a V: half the bubble',
-        bubble=Formula(
-            '(m/p+1)(p-2)F/2 (F=B=W, p divides m)',
-            lambda at: (at.m / at.p + 1) * (at.p - 2) * at.F / 2,
-            lambda at: at.equal and _whole_units(at),
-        ),
-        memory=Formula('p', lambda at: at.p, _whole_units),
+        bubble=Formula('(m/p+1)(p-2)F/2 (F=B=W, p divides m)'),
+        memory=Formula('p (p divides m)'),
         source='BitPipe, arXiv 2410.19367',
         when='to compare. `zb-v` on half the ranks, as two replicas, has less bubble.',
         chunks=TWO,
@@ -245,7 +201,7 @@ ROWS = (
             'two chunks a rank: the first half of the model one step late, the second not at all'
         ),
         bubble=Formula('little of a call, by list scheduling', lambda at: 0),
-        memory=Formula('at most 2p', lambda at: 2 * at.p),
+        memory=Formula('at most 2p'),
         source='WPipe, ICLR 2022',
         when=(
             'to compare. It trains another model, of which half has no delay; by `wpipe-joint`, '
@@ -258,7 +214,7 @@ ROWS = (
         'techniques.updates.orders:wpipe_joint',
         summary='wpipe whose halves step at once, as optimizers of Megatron do: trains the same',
         bubble=Formula('a fifth of a call at m = p, by list scheduling', lambda at: 0),
-        memory=Formula('at most 3.5p', lambda at: 3.5 * at.p),
+        memory=Formula('at most 3.5p'),
         source='WPipe, ICLR 2022; the order is ours',
         when='to compare. It trains another model, of which half has no delay.',
         chunks=TWO,

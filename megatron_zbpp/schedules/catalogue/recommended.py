@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megatron_zbpp.schedules.construct.phases import even_groups
-from megatron_zbpp.schedules.registry import Family, Formula, Sizes, filled, filled_evenly, steady
+from megatron_zbpp.schedules.registry import Family, Formula, Sizes, filled, steady
 
-SLOTTED_BUBBLE = Formula('at most (p-1)(F+B+W)', lambda at: (at.p - 1) * at.S, steady, at_most=True)
+SLOTTED_BUBBLE = Formula('at most (p-1)(F+B+W) (F=B=W, m >= 2p)')
 
 
 def interleaved_peak(at: Sizes) -> float:
@@ -20,7 +20,7 @@ ROWS = (
         '1f1b',
         'whole_backwards:one_f_one_b',
         summary='one forward and one backward by turns: the reference',
-        bubble=Formula('(p-1)(F+B+W)', lambda at: (at.p - 1) * at.S),
+        bubble=Formula('(p-1)(F+B+W)'),
         memory=Formula('p', lambda at: min(at.p, at.m)),
         source='PipeDream-2BW, arXiv 2006.09503, section 3.2; DAPPLE, arXiv 2007.01045',
         when=(
@@ -34,7 +34,7 @@ ROWS = (
         'interleaved',
         'loops:interleaved',
         summary='1F1B over several chunks a rank, a v-th of the bubble',
-        bubble=Formula('(p-1)(F+B+W)/v', lambda at: (at.p - 1) * at.S / at.v, filled),
+        bubble=Formula('(p-1)(F+B+W)/v (m >= p)'),
         memory=Formula('p + (p-1)/v', lambda at: interleaved_peak(at._replace(n=1))),
         source='Megatron-LM, arXiv 2104.04473, section 2.2',
         when=(
@@ -57,11 +57,7 @@ ROWS = (
         'zb-h1',
         'zero_bubble:zb_h1',
         summary='1F1B with deferred weight gradients, in the memory of 1F1B',
-        bubble=Formula(
-            '(p-1)(F+B-W)',
-            lambda at: (at.p - 1) * (at.F + at.B - at.W),
-            lambda at: at.m >= 2 * at.p - 1,
-        ),
+        bubble=Formula('(p-1)(F+B-W) (m >= 2p-1)'),
         memory=Formula('p', lambda at: min(at.p, at.m)),
         source='Zero Bubble, arXiv 2401.10241, section 2.3.1',
         when=(
@@ -88,9 +84,7 @@ ROWS = (
         'zb-v',
         'zero_bubble:zb_v',
         summary='no bubble in any window, in the memory of 1F1B, on a V placement',
-        bubble=Formula(
-            '0 (F=B=W, m >= 2p-1)', lambda at: 0, lambda at: at.m >= 2 * at.p - 1 and at.equal
-        ),
+        bubble=Formula('0 (F=B=W, m >= 2p-1)'),
         memory=Formula('p', lambda at: min(at.p, at.m)),
         source='Zero Bubble, arXiv 2401.10241, section 6',
         when=(
@@ -126,9 +120,7 @@ ROWS = (
         'zb-interleaved',
         'loops:zb_interleaved',
         summary='interleaved 1F1B with deferred weight gradients',
-        bubble=Formula(
-            '(p-1)(F+B-W)/v', lambda at: (at.p - 1) * (at.F + at.B - at.W) / at.v, filled_evenly
-        ),
+        bubble=Formula('(p-1)(F+B-W)/v (F=B=W, m >= p)'),
         memory=Formula(
             'p', lambda at: ((at.v - 1) * even_groups(at.m, at.p)[0] + at.p) / at.v, filled
         ),
@@ -148,11 +140,7 @@ ROWS = (
         'techniques.offload:po',
         summary='interleaved with microbatches at equal distances: what PipeOffload moves out of',
         bubble=SLOTTED_BUBBLE,
-        memory=Formula(
-            'at most ((p+1)(v+1)/2 + v)/v',
-            lambda at: ((at.p + 1) * (at.v + 1) / 2 + at.v) / at.v,
-            at_most=True,
-        ),
+        memory=Formula('at most ((p+1)(v+1)/2 + v)/v'),
         source='PipeOffload, arXiv 2503.01328',
         when=(
             'with offload: half of the chunks on the host leave about (v+2)/(8v) of p '

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from itertools import product
 
@@ -84,6 +84,29 @@ class Draft(Machine):
             self.pending[rank].append(p._replace(kind=W))
         return end
 
+    def fill(self, choose: Callable[[int, float], Pass | None]) -> None:
+        """Put on each rank that is free what `choose(rank, now)` says; None: it waits for others.
+
+        Where `choose` is asked, the rank has ended what it ran, or an input may have come.
+        """
+        graph, ranks = self.graph, self._ranks
+        # by kind and stage of a pass, other ranks that may have waited for it
+        receivers: dict[tuple[str, int], set[int]] = {}
+        for kind, stage in product(graph.kinds, range(len(ranks))):
+            fed = (taker for task in graph.tasks(kind, stage) for taker, _ in graph.feeds[task])
+            receivers[kind, stage] = {ranks[taker.stage] for taker in fed} - {ranks[stage]}
+        wakes = [(0.0, rank) for rank in range(len(self.clock))]
+        while wakes:
+            now, rank = heappop(wakes)
+            if self.clock[rank] > now:
+                continue  # busy: it wakes again at the end of its pass
+            p = choose(rank, now)
+            if p is not None:
+                end = self.put(p, not_before=now)
+                heappush(wakes, (end, rank))
+                for neighbour in receivers[p.kind, p.stage]:
+                    heappush(wakes, (end + self.costs.edge(rank, neighbour), neighbour))
+
     @property
     def makespan(self) -> float:
         return max(self.clock)
@@ -127,23 +150,7 @@ def list_schedule(
         else activation[stage]
         for stage, rank in enumerate(placement.only_route)
     ]
-    # by kind and stage of a pass, other ranks that may have waited for it
-    receivers: dict[tuple[str, int], set[int]] = {}
-    plain, ranks = chain(placement.num_stages), placement.only_route
-    for kind, stage in product(plain.kinds, range(placement.num_stages)):
-        fed = (taker for task in plain.tasks(kind, stage) for taker, _ in plain.feeds[task])
-        receivers[kind, stage] = {ranks[taker.stage] for taker in fed} - {ranks[stage]}
-    wakes = [(0.0, rank) for rank in range(placement.num_ranks)]
-    while wakes:
-        now, rank = heappop(wakes)
-        if draft.clock[rank] > now:
-            continue  # busy: it wakes again at the end of its pass
-        p = _next(draft, queues[rank], now, needs, memory_limit)
-        if p is not None:
-            end = draft.put(p, not_before=now)
-            heappush(wakes, (end, rank))
-            for neighbour in receivers[p.kind, p.stage]:
-                heappush(wakes, (end + draft.costs.edge(rank, neighbour), neighbour))
+    draft.fill(lambda rank, now: _next(draft, queues[rank], now, needs, memory_limit))
     if any(queue for of_rank in queues for queue in of_rank):
         raise ValueError(f'memory_limit {memory_limit} is too small: no rank can go on; raise it')
     return draft

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from heapq import heappop, heappush
 
 from megatron_zbpp.ir import BW, F, Graph, Pass, Placement, Schedule, chain
 from megatron_zbpp.schedules.construct.draft import Draft
@@ -107,7 +106,7 @@ def wpipe(num_ranks: int, num_microbatches: int) -> Schedule:
       second.
     """
     draft = _Draft(num_ranks, num_microbatches, num_calls(num_ranks, num_microbatches) + 10)
-    draft.run_all()
+    draft.fill(draft.choose)
     return draft.schedule('wpipe')
 
 
@@ -132,7 +131,7 @@ def wpipe_joint(num_ranks: int, num_microbatches: int) -> Schedule:
     ahead, calls = m if m <= 4 * p else 2 * p, num_calls(p, m) + 2
     orders: list[list[Pass]] = []
     draft = _JointDraft(p, m, ahead)
-    draft.run_all()
+    draft.fill(draft.choose)
     for rank, drafted in enumerate(draft.orders):
         order = [Pass(F, rank, j) for j in range(ahead)]
         at = [i for i, each in enumerate(drafted) if each.kind == UPDATE and each.stage >= p]
@@ -184,30 +183,18 @@ class _Draft(Draft):
         graph = updating(chain(2 * p), m, delays=(1,) * p + (0,) * p)
         super().__init__(Placement.loop(p, 2), calls * m, graph=graph)
         self._begun = Counter[tuple[str, int]]()  # by kind and stage
+        self._due: list[list[Pass]] = [[] for _ in range(p)]  # steps behind what a rank runs
 
-    def run_all(self) -> None:
-        wakes = [(0.0, rank) for rank in range(self._p)]
-        while wakes:
-            now, rank = heappop(wakes)
-            taken = self._ready(rank, now) if self.clock[rank] <= now else None
-            if taken is None:
-                continue
-            self._begun[taken.kind, taken.stage] += 1
-            end = self.put(taken, not_before=now)
-            for step in self._steps(rank, taken):
-                self.put(step)
-            for other in range(self._p):
-                heappush(wakes, (end, other))
-
-    def _ready(self, rank: int, now: float) -> Pass | None:
+    def choose(self, rank: int, now: float) -> Pass | None:
+        if self._due[rank]:
+            return self._due[rank].pop(0)
         for half, kind in self.turns:
             stage = rank + half * self._p
             p = Pass(kind, stage, self._begun[kind, stage])
-            if (
-                p.microbatch < self.num_microbatches
-                and self._has_room(p)
-                and self.arrival(p) <= now
-            ):
+            comes = p.microbatch < self.num_microbatches and self._has_room(p)
+            if comes and self.arrival(p) <= now:
+                self._begun[kind, stage] += 1
+                self._due[rank] += self._steps(rank, p)
                 return p
         return None
 
