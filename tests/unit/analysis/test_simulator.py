@@ -84,14 +84,6 @@ def test_critical_path_by_hand():
     assert simulate(one_rank, Costs.uniform(one_rank.placement, comm=1000.0)).makespan == 9.0
 
 
-@pytest.mark.parametrize('edge', [{'comm': 1.0}, {'message': 1.0}, {'comm': 0.4, 'message': 0.6}])
-def test_edges_between_ranks_add_latency_and_message(edge):
-    """2 edges each way along the V, both in F and in B; its fold is free."""
-    schedule = build('zb-v', 3, 1)
-    near = Costs.uniform(schedule.placement)
-    assert simulate(schedule, replace(near, **edge)).makespan == pytest.approx(span(schedule) + 8)
-
-
 def test_each_route_runs_at_the_speed_of_its_ranks():
     """Two microbatches against each other, by hand: each stage on a fast rank and a slow one."""
     schedule = by_hand(Placement.two_way(2), 2, '0F0 1F1 1BW1 0BW0', '0F1 1F0 1BW0 0BW1')

@@ -1,6 +1,5 @@
 import json
 from dataclasses import asdict
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -200,17 +199,6 @@ def test_json_itself(text):
         with pytest.raises(ValueError) as error:
             read(text)
         assert str(error.value).isprintable()
-
-
-def test_a_plan_of_another_type_is_planned_anew(tmp_path):
-    """Though its digest is right."""
-    plan = {'schedule': SCHEDULE.to_json(), 'costs': FIELDS, 'best_named': None}
-    plan |= {'objective': 'makespan', 'value': True, 'lower_bound': 0, 'repeats': False}
-    body = json.dumps(plan)
-    file = tmp_path / 'a.plan'
-    file.write_text(f'{sha256(body.encode()).hexdigest()}\n{body}')
-    with pytest.warns(UserWarning, match="'value': true is not a number"):
-        assert cache._load(file) is None
 
 
 @pytest.mark.parametrize('text', ['0F0,0B0\n', 'no schedule'])

@@ -56,17 +56,6 @@ def test_nothing_is_written_into_what_is_read():
     assert job.writes['defer_embedding_wgrad_compute'] is False
 
 
-def test_all_that_is_wrong_is_told_together():
-    layers, refused = told(resolved(num_layers=3, moe_paged_stash=True, sft=None))
-    assert layers.startswith('3 layers cannot be placed') and '--num-layers' in layers
-    assert refused.startswith('with --pipeline-schedule, moe_paged_stash=True: ')
-    fp8 = {'fp8': 'hybrid', 'fp8_recipe': 'delayed'}
-    options = {'offload': 'some', 'recompute': 'all', 'kept_gib': -1}
-    kept, amount, refused = told(resolved(options=options, **fp8))
-    assert '--optimizer-post-validation-kept-gib is -1: give a number' in kept
-    assert "--pipeline-offload of 'some': give 'half'" in amount and 'fp8_recipe=delayed' in refused
-
-
 @pytest.mark.parametrize(
     ('names', 'option', 'layers', 'cure'),
     [

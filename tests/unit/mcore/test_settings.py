@@ -54,12 +54,6 @@ def test_freezing_that_cannot_be(tmp_path):
         megatron_zbpp.enable('zb-h1', freeze=file)
     with pytest.raises(OSError, match=r'No such file.* give what zbpp freeze -o'):
         megatron_zbpp.enable('zb-h1', freeze=tmp_path / 'no.json')
-    for name, said in (('zb-h1', 'planned for 1f1b of 2 ranks and 2 microbatches, but zb-h1'),
-                       ('1f1b', '1f1b has no W passes')):  # fmt: skip
-        programs = Plugin(Settings(name, freeze=FREEZING)).session.programs
-        with pytest.raises(ValueError, match=said):
-            programs.lowered(2, 2, forward_only=False)
-        assert programs.lowered(2, 2, forward_only=True)
 
 
 def test_what_settings_come_to():

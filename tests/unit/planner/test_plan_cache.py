@@ -106,6 +106,7 @@ HARMS = {
     'other costs': lies(lambda data: data['costs']['times'].update(F=[9.0] * 4)),
     'no costs': lies(lambda data: data.pop('costs')),
     'a wrong type': lies(lambda data: data.update(costs=[1, 2])),
+    'true for a number': lies(lambda data: data.update(lower_bound=True)),
 }
 
 
