@@ -18,7 +18,7 @@ import megatron_zbpp
 from megatron_zbpp import bridge, build
 from megatron_zbpp.launch import arguments, flags
 from megatron_zbpp.mcore import enabled
-from megatron_zbpp.mcore.job.resolve import Facts, require_taken_back, resolve
+from megatron_zbpp.mcore.job.resolve import Facts, resolve
 from megatron_zbpp.mcore.job.rules import rows
 from megatron_zbpp.mcore.options import ARGUMENTS, Problems
 from megatron_zbpp.mcore.settings import BY_BRIDGE, BY_FLAG, Request, Settings
@@ -158,13 +158,6 @@ def test_what_the_configuration_asks_for_is_in_the_settings():
     made = prepared(config(seq_length=4096, **shape), 'zb-v', slices='auto:1024')
     assert sum(made.slices) == 4096 and len(made.slices) > 1
     assert made.slices[0] > made.slices[-1], 'later ones attend to more'
-
-
-def test_a_model_that_was_built_with_it_is_refused():
-    config = SimpleNamespace(defer_embedding_wgrad_compute=True)
-    with pytest.raises(NotImplementedError, match=r'enable\(\) before the model is built'):
-        require_taken_back(config)
-    require_taken_back(SimpleNamespace(defer_embedding_wgrad_compute=False))
 
 
 @pytest.mark.parametrize('text', ['# nowhere\na: b', '# every schedule\na is odd: b'])

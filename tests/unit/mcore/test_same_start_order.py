@@ -63,27 +63,18 @@ def test_ranks_that_would_wait_for_each_other():
 
 
 LOOP, V = Placement.loop(2), Placement.v(2).reversed()
+ZB_V, SEEDED = Settings('zb-v'), Settings('zb-v', dropout_seeds=True)
 
 
 @pytest.mark.parametrize(
     ('settings', 'placement', 'dropout', 'said'),
     [
         (Settings('zb-h1'), LOOP, 0.1, "are stock Megatron's"),
-        (Settings('zb-v'), V, 0.0, "are stock Megatron's; steps that are clipped differ"),
-        (
-            Settings('zb-v'),
-            V,
-            0.1,
-            "differ from stock Megatron's: other ranks draw the random numbers",
-        ),
-        (
-            Settings('zb-v', dropout_seeds=True),
-            V,
-            0.1,
-            r'differ .*: random numbers of .* 0\.1 are seeded',
-        ),
+        (ZB_V, V, 0.0, "are stock Megatron's; steps that are clipped differ"),
+        (ZB_V, V, 0.1, "differ from stock Megatron's: other ranks draw the random numbers"),
+        (SEEDED, V, 0.1, r'differ .*: random numbers of .* 0\.1 are seeded'),
         (Settings('zb-h1', dropout_seeds=True), LOOP, 0.1, 'differ .* as by 1f1b with that flag'),
-        (Settings('zb-v', dropout_seeds=True), V, 0.0, "are stock Megatron's"),
+        (SEEDED, V, 0.0, "are stock Megatron's"),
         (Settings('zb-v', same_start=False), V, 0.0, 'differ from stock .*no-pipeline-same-start'),
         (Settings('pipedream'), LOOP, 0.0, 'pipedream is asynchronous'),
     ],

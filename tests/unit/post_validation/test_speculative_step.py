@@ -127,20 +127,6 @@ def test_counts_of_groups(kept_bytes, always):
         assert everything(own) == everything(synchronous)
 
 
-def test_undone_copies():
-    own = parameters(2)
-    read = [p.detach().to(torch.bfloat16) for p in own]
-    before = [copy.clone() for copy in read]
-    speculative = SpeculativeStep(
-        torch.optim.Adam(own), list(map(Stepped, own, read)), kept_bytes=1024
-    )
-    assert not any(map(torch.equal, read, before))
-    speculative.undo()
-    speculative.give_back()
-    speculative.restore_copies()
-    assert all(map(torch.equal, read, before))
-
-
 class Allocated(TorchDispatchMode):
     """Most bytes alive at once of what was made meanwhile.
 
@@ -196,9 +182,6 @@ def test_what_is_kept_is_stepped_once(kept_bytes, steps):
         speculative.undo()
         speculative.complete(optimizer.step)
     assert step.call_count == steps
-
-
-# ---- Who steps early.
 
 
 norms = st.floats(0, 1e6) | st.sampled_from([math.inf, math.nan])
