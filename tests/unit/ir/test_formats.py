@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from instances import NODES
 from instances import P1 as LAYERS
+from orders import texts
 
 from megatron_zbpp import (
     Costs,
@@ -95,10 +96,7 @@ def test_kinds_of_the_dialects():
     assert kinds('0F0,0B0', 'new') == ['F', 'BW']
     text = ' 0F0 ,,0F1,,\n,1F0,(1F1;1B0)OVERLAP_F_B,1B1\n\n'
     schedule = from_torch_csv(text)
-    assert [list(map(str, row)) for row in schedule.passes] == [
-        ['0F0', '0F1'],
-        ['1F0', '1F1', '1BW0', '1BW1'],
-    ]
+    assert texts(schedule) == ['0F0 0F1', '1F0 1F1 1BW0 1BW1']
     assert list(map(str, schedule.order(1))) == ['1F0', '(1F1&1BW0)', '1BW1']
     assert to_torch_csv(schedule) == '0F0,0F1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n'
     assert Schedule.from_json(schedule.to_json()) == schedule
@@ -138,7 +136,7 @@ def test_a_file_of_too_many_passes_is_refused_before_they_are_made(tmp_path, mon
 
 SCHEDULE = build('zb-v', 2, 2)
 COSTS = Costs.uniform(SCHEDULE.placement)
-TIMELINE = simulate(SCHEDULE, COSTS)
+MEASURED = Measurement(simulate(SCHEDULE, COSTS), (1.0, 2.0))
 FIELDS = json.loads(json.dumps(asdict(COSTS.with_times(R=[1.0] * 4)) | {'edges': [[0, 1, 0.5]]}))
 FILE = {kind: FIELDS['times'][kind] for kind in 'FBW'}
 
@@ -155,11 +153,7 @@ READERS = {
     ),
     'layers': (Layers.from_json, LAYERS.to_json(), None),
     'devices': (Devices.from_json, NODES.to_json(), None),
-    'measurement': (
-        Measurement.from_json,
-        Measurement(TIMELINE, (1.0, 2.0)).to_json(),
-        Measurement.to_json,
-    ),
+    'measurement': (Measurement.from_json, MEASURED.to_json(), Measurement.to_json),
 }
 
 
@@ -228,16 +222,12 @@ OLD_COSTS = Costs(
     together=0.9,
 )
 APART = {  # as users write it
-    'F': [1.0, 2.0],
-    'B': [1.5, 2.5],
-    'W': [0.5, 0.75],
-    'activation': [1.0, 2.0],
-    'retained': [0.5, 1.5],
-    'times': {'R': [1.0, 2.0], 'O': [0.5, 0.5]},
-    'amounts': {'input': [0.1, 0.2]},
-    **{name: asdict(OLD_COSTS)[name] for name in ('comm', 'message', 'parameters', 'together')},
-    'edges': [[0, 1, 0.5]],
-    'speeds': [1.0, 0.5],
+    **{kind: OLD_COSTS.times[kind] for kind in 'FBW'},
+    **{name: OLD_COSTS.amounts[name] for name in ('activation', 'retained')},
+    'times': {kind: OLD_COSTS.times[kind] for kind in 'RO'},
+    'amounts': {'input': OLD_COSTS.amounts['input']},
+    **{name: getattr(OLD_COSTS, name) for name in 'comm message parameters together'.split()},
+    **{name: getattr(OLD_COSTS, name) for name in ('edges', 'speeds')},
 }
 
 
@@ -260,9 +250,6 @@ def test_files_of_before():
     found = cache._load(WRITTEN / 'old.plan')
     assert found is not None and found.costs == OLD_COSTS
     assert found.schedule == Schedule.from_json(text('schedule.json'))
-
-
-# ---- JSON of known fields: what is refused, and in which words.
 
 
 CHECKS = {

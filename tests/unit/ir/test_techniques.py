@@ -34,9 +34,6 @@ def unit_costs(placement, **given):
     return Costs.of(ones, ones, ones, **given)
 
 
-# ---- A plain pipeline.
-
-
 @given(st.sampled_from(names(plain=True)), st.sampled_from([2, 3, 4]), st.integers(1, 9))
 def test_predecessors_are_those_of_the_papers(name, p, m):
     try:
@@ -54,9 +51,6 @@ def test_needs_that_others_imply_are_not_waited_for_twice():
         assert [str(tasks[link.row]) for link in flat.step(kind, stage).links] == waited
     assert chain(2).tasks('BW', 1) == (Task('B', 1), Task('W', 1))
     assert chain(2).doers == {'F': ('F',), 'B': ('B', 'BW'), 'W': ('W', 'BW')}
-
-
-# ---- One technique each.
 
 
 def test_activations_that_are_made_again_or_leave():
@@ -95,17 +89,6 @@ def test_slices_follow_each_other_and_turn_round():
     graph = sliced(chain(2), 2)
     assert needs(graph, Task('F', 1, 1)) == ['0F.1', '1F']
     assert needs(graph, Task('B', 1, 0)) == ['1F', '1B.1']
-    # Seq1F1B, p = m = n = 2
-    orders = (
-        '0F0 0F0.1 0F1 0BW0.1 0F1.1 0BW0 0BW1.1 0BW1',
-        '1F0 1F0.1 1BW0.1 1F1 1BW0 1F1.1 1BW1.1 1BW1',
-    )
-    schedule = schedule_of(graph, 2, 2, *orders)
-    check(schedule)
-    costs = unit_costs(Placement.loop(2))
-    assert peak(schedule, costs) == (1.5, 1.0)
-    timeline = simulate(schedule, costs)
-    assert timeline.makespan - max(map(timeline.busy, range(2))) == pytest.approx(1.5)  # (p-1)3F/n
 
 
 @pytest.mark.parametrize(
@@ -167,8 +150,6 @@ def test_passes_together_wait_for_the_inputs_of_both():
     check(schedule)
     assert simulate(schedule, unit_costs(placement)).makespan == 6
 
-
-# ---- Together with others.
 
 TECHNIQUES = st.lists(
     st.one_of(
