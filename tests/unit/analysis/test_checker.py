@@ -34,9 +34,6 @@ def is_legal(schedule: Schedule) -> bool:
     return True
 
 
-# ---- What is refused, and how it is said.
-
-
 def test_a_large_grid_shows_only_the_place():
     schedule = build('zb-h1', 32, 64)
     orders = list(map(list, schedule.passes))
@@ -60,9 +57,6 @@ def test_programs_that_cannot_run_are_refused(monkeypatch):
         check(build('zb-h1', 2, 4))
     first, second = str(error.value).splitlines()[1:]
     assert '0F0 [0F1] 0B0' in first and '[1F0] 1B0' in second
-
-
-# ---- Memory.
 
 
 def test_memory_limit():

@@ -28,12 +28,8 @@ PLACEMENTS = (
 def random_costs(random, num_stages: int) -> Costs:
     times = [tuple(random.randint(0, 9) for _ in range(num_stages)) for _ in range(3)]
     hops = [(random.randint(0, 4), random.randint(0, 4)) for _ in range(num_stages - 1)]
-    return Costs.of(
-        *times,
-        comm=random.choice((0, 0, 1, 5)),
-        message=random.choice((0, 2)),
-        hops=random.choice(([], hops)),
-    )
+    comm, message = random.choice((0, 0, 1, 5)), random.choice((0, 2))
+    return Costs.of(*times, comm=comm, message=message, hops=random.choice(([], hops)))
 
 
 runs = given(st.integers(0, 2**32), st.sampled_from(PLACEMENTS), st.integers(1, 3))
@@ -197,9 +193,6 @@ def test_the_rival_runs_the_same_model():
         assert makespan_of('zb-v', each, Costs.uniform(each.placement)) is None
     assert gain_text(2.0, None, 'zb-v') == ''
     assert gain_text(33.0, 30.0, '1f1b') == ', 10.0% more time than 1f1b'
-
-
-# ---- The gaps of a schedule, and what `zbpp bubbles` says of them.
 
 
 def test_gaps_of_1f1b():

@@ -58,13 +58,8 @@ def test_the_table_of_the_page():
 
 
 # the ends hold more, so that the even split needs 20 activations
-UNEVEN = Layers(
-    (
-        Layer('E', 1.0, 0.0, 1.0, activation=2.0),
-        *[Layer('t', 4.0, 4.0, 3.0, activation=1.0)] * 14,
-        Layer('L', 9.0, 9.0, 9.0, activation=3.0),
-    )
-)
+ENDS = Layer('E', 1.0, 0.0, 1.0, activation=2.0), Layer('L', 9.0, 9.0, 9.0, activation=3.0)
+UNEVEN = Layers((ENDS[0], *[Layer('t', 4.0, 4.0, 3.0, activation=1.0)] * 14, ENDS[1]))
 
 
 @pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v'])

@@ -156,9 +156,6 @@ def test_what_moves_activations_is_not_cut():
     assert max(held(made)) == 2.0
 
 
-# ---- The planner.
-
-
 # ---- Slices that run again, or are elsewhere meanwhile: what is placed, and what that leaves.
 
 
@@ -329,9 +326,6 @@ def test_files_carry_what_slices_take():
     assert of_one_slice(exchanging_context(build('seq1f1b', 2, 2).graph)).techniques == ()
 
 
-# ---- Keys and values.
-
-
 def test_keys_and_values_are_held_of_all_slices():
     """From the first F of a microbatch to the last B, their gradients from its first B."""
     made = build('seq1f1b', 1, 2, num_slices=2)
@@ -344,9 +338,6 @@ def test_keys_and_values_are_held_of_all_slices():
     graph = offload(Slicing(2)(1), [0])
     assert costs.changes(graph)['O', 0, 0] == -0.5
     assert set(costs.changes(graph, 'host').values()) == {0.5, -0.5}
-
-
-# ---- The planner.
 
 
 @pytest.mark.parametrize('limit', [None, 1.5])
