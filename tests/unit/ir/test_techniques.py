@@ -1,5 +1,7 @@
 """The graph and its techniques: what is needed, held and simulated, told by hand."""
 
+from graphlib import TopologicalSorter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -169,7 +171,8 @@ def test_techniques_compose(techniques):
     """In any order: the tasks of a microbatch can be done one after the other, memory returns to
     what it was, and a file gives the same graph."""
     graph = applied(2, techniques)
-    order = in_order(graph)
+    needed = {task: [need.task for need in needs] for task, needs in graph.needs.items()}
+    order = [*TopologicalSorter(needed).static_order()]
     placement = Placement.loop(2)
     passes = [
         Pass(task.kind, task.stage, m, task.slice)
@@ -191,14 +194,3 @@ def test_techniques_compose(techniques):
     for kind in {p.kind for p in passes}:
         assert f'{kind}: {graph.kinds[kind].words}' in svg({'x': timeline}, {'x': costs})
     assert 'composed' in html({'composed': timeline}, {'composed': costs}, 'composed')
-
-
-def in_order(graph):
-    turned = graph.last_slice_first
-    left = sorted(graph.needs, key=lambda t: -t.slice if t.kind in turned else t.slice)
-    done = []
-    while left:
-        ready = next(t for t in left if all(n.task in done for n in graph.needs[t]))
-        left.remove(ready)
-        done.append(ready)
-    return done
