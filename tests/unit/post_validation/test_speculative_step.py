@@ -127,6 +127,20 @@ def test_counts_of_groups(kept_bytes, always):
         assert everything(own) == everything(synchronous)
 
 
+def test_undone_copies():
+    own = parameters(2)
+    read = [p.detach().to(torch.bfloat16) for p in own]
+    before = [copy.clone() for copy in read]
+    speculative = SpeculativeStep(
+        torch.optim.Adam(own), list(map(Stepped, own, read)), kept_bytes=1024
+    )
+    assert not any(map(torch.equal, read, before))
+    speculative.undo()
+    speculative.give_back()
+    speculative.restore_copies()
+    assert all(map(torch.equal, read, before))
+
+
 class Allocated(TorchDispatchMode):
     """Most bytes alive at once of what was made meanwhile.
 
