@@ -37,7 +37,7 @@ pytest_add_cli_args_test_selection = [
     "tests/unit/partitioning",
     "tests/unit/render",
     "tests/unit/cli",
-    "tests/unit/runtime/test_clock_sync.py",
+    "tests/unit/runtime/test_clocks.py",
 ]
 pytest_add_cli_args = [
     "-p", "no:cacheprovider",

@@ -34,11 +34,7 @@ from megatron_zbpp.analysis.program import (
     Receive,
     Send,
 )
-from megatron_zbpp.analysis.run_ahead import (
-    evaluation,
-    passes_ahead,
-    rank_order,
-)
+from megatron_zbpp.analysis.run_ahead import evaluation, passes_ahead, rank_order
 from megatron_zbpp.ir import chain
 from megatron_zbpp.schedules import own_families
 from megatron_zbpp.techniques.slices.place import in_slices
@@ -253,9 +249,6 @@ def test_all_ranks_enter_before_the_last_contribution(name):
         assert latest(schedule, costs) > 0.3
 
 
-# ---- Building, checking and lowering take time that is linear in passes.
-
-
 def calls(name: str, p: int, m: int) -> float:
     """Calls for each pass, to build and to check a schedule."""
     chain.cache_clear()
@@ -296,8 +289,7 @@ def test_what_a_rank_hands_to_itself_may_run_ahead():
 
 
 @pytest.mark.parametrize(
-    ('name', 'counts'),
-    [('zb-2p', (7, 5, 3, 0)), ('zb-h1', (4, 3, 2, 0)), ('1f1b', (4, 3, 2, 0))],
+    ('name', 'counts'), [('zb-2p', (7, 5, 3, 0)), ('zb-h1', (4, 3, 2, 0)), ('1f1b', (4, 3, 2, 0))]
 )
 def test_warm_up_is_ahead(name, counts):
     """The chain of ranks follows the stages."""
@@ -309,12 +301,7 @@ def test_warm_up_is_ahead(name, counts):
 
 
 EVALUATED = [each.name for each in own_families(every=True) if not each.asynchronous]
-PLACEMENTS = (
-    Placement.loop(3, 2),
-    Placement.v(2),
-    Placement.wave(2, 3),
-    Placement((1, 0, 0, 1, 0)),
-)
+PLACEMENTS = Placement.loop(3, 2), Placement.v(2), Placement.wave(2, 3), Placement((1, 0, 0, 1, 0))
 
 
 ROUNDING = 1e-12  # sums of times have other orders

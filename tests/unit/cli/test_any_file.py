@@ -207,9 +207,10 @@ def test_a_command_reads_or_refuses(readers, name, data):
     [
         ('any.json', '[' * 100_000), ('any.json', '{"a":' * 100_000),
         ('any.json', '[' * 900 + ']' * 900), ('any.yaml', '[' * 100_000), ('any.yaml', ALIASES),
-        ('any.yaml', 'F: !!int ""'), ('any.yaml', '&a [*a]'),
+        ('any.yaml', 'F: !!int ""'), ('any.yaml', '&a [*a]'), ('any.json', '{"a": 1, "a": 2}'),
+        ('any.json', '{"a\\u001b": 1}'), ('any.json', '[1e999]'), ('any.json', f'[1{"0" * 18}]'),
     ],
-    ids=['lists', 'objects', 'less deep', 'YAML', 'aliases', 'tag', 'of itself'],
+    ids='lists objects flat YAML aliases tag itself twice control infinite huge'.split(),
 )  # fmt: skip
 def test_what_no_reader_takes(readers, name, file, content):
     """Each was a traceback of some reader once, or hours."""
@@ -340,8 +341,6 @@ def test_what_makes_no_sense_is_refused(folder, option, text):
 def test_all_commands_are_walked():
     assert set(LINES) | {'doctor', 'bench'} == {name for name, *_ in _COMMANDS}
     assert len(OPTIONS) > 100
-    for words in LINES.values():
-        assert all(action is not None for action in words.split())
 
 
 def test_a_file_that_is_not_there_in_python(tmp_path):

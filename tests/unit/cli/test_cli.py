@@ -34,9 +34,6 @@ ZB_V = f'--schedule zb-v {SHAPE}'
 UNEVEN = '{"F": [1, 1, 1, 2], "B": [1, 1, 1, 3], "W": [1, 1, 1, 1.5]}'
 
 
-# What is printed
-
-
 def test_list_tells_gains_of_a_size(zbpp):
     """As `compare` does, in its words; what cannot be had of that size says why."""
     listed = zbpp('list --json')
@@ -139,27 +136,7 @@ def test_times_of_stages_fix_the_chunks(zbpp):
     assert '1f1b' in {entry['name'] for entry in compared['skipped']}
 
 
-def test_compare_sorts_all(zbpp):
-    found = zbpp(f'compare {SHAPE} --json')
-    spans = [entry['makespan'] for entry in found['schedules']]
-    assert spans == sorted(spans)
-    done = {entry['name'] for entry in found['schedules'] + found['skipped']}
-    assert done == set(names())
-    found = zbpp(f'compare {SHAPE} --memory-limit 4 --json')
-    assert all(max(entry['peak_activations']) <= 4 for entry in found['schedules'])
-
-
-def test_plan_beats_the_named_and_reaches_the_bound(zbpp):
-    case = '--times 10,12,8 --memory-limit 4 --json'
-    found = zbpp(f'plan {SHAPE} {case} --placements v --seconds 20')
-    assert found['objective'] == 'makespan' and found['gap'] >= 0
-    assert found['lower_bound'] <= found['makespan'] <= found['best_named']['makespan']
-    assert found['makespan'] == 258  # the optimum of this case, which an exact solver proved
-    assert max(found['peak_activations']) <= 4
-    Path('plan.json').write_text(json.dumps(found))
-    again = zbpp(f'simulate --file plan.json {case}')
-    keys = ('makespan', 'window', 'bubble_rate_makespan', 'bubble_rate_window', 'peak_activations')
-    assert [again[key] for key in keys] == [found[key] for key in keys]
+def test_a_plan_that_is_no_better_than_a_named_schedule_says_so(zbpp):
     text = zbpp(f'plan {SHAPE} --objective window --seconds 1')
     assert text.startswith('planned: 4 ranks')
     assert 'window 24, bubble 0.00%' in text
@@ -207,9 +184,6 @@ def test_plan_keeps_to_what_is_allowed(zbpp):
     assert zbpp(f'{case} --times times.json')['stages'] == 4
 
 
-# What is written
-
-
 @pytest.mark.parametrize('dialect', ['new', 'old'])
 def test_convert_there_and_back(zbpp, dialect):
     zbpp(f'convert {ZB_V} --to json -o a.json')
@@ -252,9 +226,6 @@ def test_colours_are_for_who_wants_them(monkeypatch, variable, value):
     assert printing.takes_colours(Terminal()) and not printing.takes_colours(io.StringIO())
     monkeypatch.setenv(variable, value)
     assert printing.takes_colours(Terminal()) == (not value)
-
-
-# The command itself
 
 
 def test_help_teaches(zbpp):

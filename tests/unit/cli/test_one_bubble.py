@@ -118,9 +118,6 @@ def test_pages_have_no_other_bubble():
         assert not re.findall(others, ' '.join(page.read_text().split())), page
 
 
-# ---- Pictures of `zbpp`: each format, headed by --title.
-
-
 COMMANDS = {
     'convert': 'convert --schedule zb-v --pp 2 --microbatches 4',
     'compare': 'compare --schedules zb-v,1f1b --pp 2 --microbatches 4',

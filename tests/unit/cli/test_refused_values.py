@@ -32,14 +32,11 @@ from megatron_zbpp.schedules.construct import building_blocks
 
 # whose names expressions may have, beside those of the package itself and of this file
 MODULES = """
-ir ir.formats ir.graph ir.placement ir.strict_json ir.techniques analysis.lowering analysis.memory
-analysis.run_ahead analysis.simulator schedules schedules.construct.draft
-schedules.construct.phases techniques techniques.base techniques.offload techniques.recompute
-techniques.slices.balance techniques.slices.graph techniques.slices.place techniques.two_way
-techniques.updates.calls techniques.updates.versions techniques.vocabulary.graph
-techniques.vocabulary.place guests.auto_plan partitioning.advice partitioning.fitting
-partitioning.freeze_plans partitioning.layers partitioning.space render.planner_page mcore.settings
-planner.limits planner.ends planner.problem launch partitioning.strategies
+ir.formats ir.strict_json analysis.run_ahead schedules.construct.draft techniques.offload
+techniques.recompute techniques.slices.balance techniques.slices.graph techniques.slices.place
+techniques.two_way techniques.updates.calls techniques.updates.versions techniques.vocabulary.place
+guests.auto_plan partitioning.advice partitioning.freeze_plans partitioning.space
+render.planner_page mcore.settings planner.ends launch partitioning.strategies
 """.split()
 LOOP, ONES = Placement.loop(2), (1.0, 1.0)
 SHAPE = Shape('gpt', 2, hidden=64, heads=4, vocab=1000, seq=32, tflops=1e-12)

@@ -159,9 +159,6 @@ def test_userbuffers_cannot_be_delayed(folder, name):
     assert 'Userbuffers' in said
 
 
-# ---- What torch.compile has made runs on the emulated device, with and without triton.
-
-
 PROGRAM = """
 import torch
 

@@ -120,6 +120,17 @@ def test_cells_are_planned_by_what_they_take(share, cells):
     assert simulate(found, costs).makespan <= timeline.makespan
 
 
+def planned(monkeypatch, schedule, costs):
+    """What `auto` says of an iteration of four ranks, what it asks for, and its costs."""
+    told, asked = [], []
+    monkeypatch.setattr(auto_plan.dist, 'get_rank', lambda: 0)
+    monkeypatch.setattr(BackgroundSearch, 'start', lambda _, search, *rest: asked.append(search))
+    found = Measured(costs, 1.0, {}, None, 0, (0, 1, 2, 3))
+    auto = AutoPlan(say=told.append, _spans=[9.0], _found=[found] * 3)
+    auto._start(schedule)
+    return told[0], asked[0].args, auto.costs
+
+
 @pytest.mark.parametrize('mirrored', [False, True])
 def test_plans_know_the_latency_of_each_pair_of_ranks(monkeypatch, mirrored):
     """Also where Megatron has the ranks of a V in reverse."""
@@ -127,18 +138,12 @@ def test_plans_know_the_latency_of_each_pair_of_ranks(monkeypatch, mirrored):
     schedule = schedule.reversed() if mirrored else schedule
     edges = tuple((*pair, 0.7e-3) for pair in ((0, 1), (1, 0)))
     costs = replace(Costs.uniform(schedule.placement, 2e-3, 2e-3, 2e-3, comm=0.1e-3), edges=edges)
-    measured = Measured(measured_costs(simulate(schedule, costs)), 1.0, {}, None, 0, (0, 1, 2, 3))
-    told, asked = [], []
-    monkeypatch.setattr(auto_plan.dist, 'get_rank', lambda: 0)
-    monkeypatch.setattr(BackgroundSearch, 'start', lambda _, search, *rest: asked.append(search))
-    auto = AutoPlan(say=told.append, _spans=[9.0], _found=[measured] * 3)
-    auto._start(schedule)
-    start, given, *_ = asked[0].args
+    measured = measured_costs(simulate(schedule, costs))
+    told, (start, given, *_), costs = planned(monkeypatch, schedule, measured)
     assert start.placement.only_route[0] == 0
     assert given.edge(*((2, 3) if mirrored else (0, 1))) == pytest.approx(0.7e-3)
-    known = simulate(schedule, auto.costs).makespan
-    assert simulate(start, given).makespan == pytest.approx(known)
-    assert 'messages 0.1 to 0.7 ms' in told[0]
+    assert simulate(start, given).makespan == pytest.approx(simulate(schedule, costs).makespan)
+    assert 'messages 0.1 to 0.7 ms' in told
 
 
 def test_what_is_measured_of_messages_counts_hops(monkeypatch):
@@ -146,12 +151,7 @@ def test_what_is_measured_of_messages_counts_hops(monkeypatch):
     schedule = build('zb-v', 4, 8)
     costs = Costs.uniform(schedule.placement, 2e-3, 2e-3, 2e-3, comm=0.1e-3)
     costs = replace(costs, hops=((0.0, 0.0),) * 6 + ((0.3e-3, 0.4e-3),))
-    told = []
-    monkeypatch.setattr(auto_plan.dist, 'get_rank', lambda: 0)
-    monkeypatch.setattr(BackgroundSearch, 'start', lambda *_: None)
-    found = Measured(costs, 1.0, {}, None, 0, (0, 1, 2, 3))
-    AutoPlan(say=told.append, _spans=[9.0], _found=[found] * 3)._start(schedule)
-    assert 'messages 0.1 to 0.5 ms' in told[0]
+    assert 'messages 0.1 to 0.5 ms' in planned(monkeypatch, schedule, costs)[0]
 
 
 @pytest.mark.parametrize('settled', [False, True])

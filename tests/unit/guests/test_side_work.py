@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import re
 from types import SimpleNamespace
 
 import numpy
@@ -12,8 +11,6 @@ import torch
 from megatron_zbpp import Costs, build, simulate
 from megatron_zbpp.guests import side_work
 from megatron_zbpp.guests.side_work import SideWork
-from megatron_zbpp.mcore.plugin import Plugin
-from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.runtime.clock import Record
 
 RANK = 2  # it waits at the start, inside and at the end
@@ -250,24 +247,3 @@ def test_memory_on_a_gpu(monkeypatch, memory, keeps, needs):
         assert made.work.finished == (needs > 50) and (made.work.steps == 2) == (needs > 50)
     assert len(made.said) == made.work.finished
     assert all('side task has taken' in said for said in made.said)
-
-
-@pytest.mark.parametrize(
-    ('ask', 'said'),
-    [
-        *((lambda plugin, step=step: plugin.resume(step), 'give how many were taken')
-          for step in (-1, 1.5, True, '7')),
-        (lambda plugin: plugin.side_task(len, 0), 'step_seconds is 0'),
-        (lambda plugin: plugin.side_task(len, -1.0), 'step_seconds is -1.0: give seconds'),
-        (lambda plugin: plugin.side_task(len, 'much'), "step_seconds is 'much'"),
-        (lambda plugin: plugin.side_task(len, 1.0, -2.0), 'margin is -2.0'),
-        (lambda plugin: plugin.side_task(len, 1.0, None, -1), 'memory is -1: give bytes'),
-        (lambda plugin: plugin.side_task(len, 1.0, None, '1GiB'), "memory is '1GiB'"),
-    ],
-)  # fmt: skip
-def test_asked_for_nonsense(ask, said):
-    plugin = Plugin(Settings('zb-h1'))
-    with pytest.raises(ValueError, match=re.escape(said)):
-        ask(plugin)
-    assert plugin.session.filler is None
-    plugin.resume(7)  # without freezing there is nothing to go on with

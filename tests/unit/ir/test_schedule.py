@@ -140,9 +140,6 @@ def test_cuts_are_around_the_marks(schedule):
     assert all(line.endswith('…') and len(line) <= 40 for line in cut.splitlines())
 
 
-# ---- Layers, embedding and loss are spread evenly over ranks, however many stages they hold.
-
-
 @pytest.mark.parametrize('case', [(22, 8), (46, 16), (62, 32), (30, 8)], ids=str)
 @pytest.mark.parametrize('name', ['zb-v', 'zb-h1', 'interleaved', 'hanayo'])
 def test_what_divides_by_ranks_is_even(case, name):
@@ -162,12 +159,8 @@ def test_what_divides_by_ranks_is_even(case, name):
 def test_uniform_times_are_of_a_full_rank():
     costs = Costs.uniform(Placement.wave(2, 4), forward=1, backward=2, weight=3, comm=0.5)
     assert costs.num_stages == 8
-    assert [costs.duration(chain(8), kind, 5, 1) for kind in ('F', 'B', 'W', 'BW')] == [
-        0.25,
-        0.5,
-        0.75,
-        1.25,
-    ]
+    durations = [costs.duration(chain(8), kind, 5, 1) for kind in ('F', 'B', 'W', 'BW')]
+    assert durations == [0.25, 0.5, 0.75, 1.25]
     assert costs.amounts['activation'] == costs.amounts['retained'] == (0.25,) * 8
     assert (costs.edge(0, 1), costs.edge(1, 1)) == (0.5, 0)
     costs = Costs.uniform(Placement((0, 1, 0)))
@@ -232,9 +225,6 @@ def test_selective_recomputation_says_what_differs():
     assert (costs.times['F'], costs.times['B'], costs.times['W']) == ((1,), (2,), (3,))
     assert costs.amounts['activation'] == (0.5,) and costs.times.keys() == {*'FBW'}
     assert Costs.from_json(text).times['B'] == (1,)
-
-
-# ---- The clock that is asked pass by pass says what the simulation says of whole orders.
 
 
 NAMES = [each.name for each in families() if not each.moves]

@@ -1,5 +1,7 @@
 """The graph and its techniques: what is needed, held and simulated, told by hand."""
 
+from graphlib import TopologicalSorter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,9 +36,6 @@ def unit_costs(placement, **given):
     return Costs.of(ones, ones, ones, **given)
 
 
-# ---- A plain pipeline.
-
-
 @given(st.sampled_from(names(plain=True)), st.sampled_from([2, 3, 4]), st.integers(1, 9))
 def test_predecessors_are_those_of_the_papers(name, p, m):
     try:
@@ -54,9 +53,6 @@ def test_needs_that_others_imply_are_not_waited_for_twice():
         assert [str(tasks[link.row]) for link in flat.step(kind, stage).links] == waited
     assert chain(2).tasks('BW', 1) == (Task('B', 1), Task('W', 1))
     assert chain(2).doers == {'F': ('F',), 'B': ('B', 'BW'), 'W': ('W', 'BW')}
-
-
-# ---- One technique each.
 
 
 def test_activations_that_are_made_again_or_leave():
@@ -95,17 +91,6 @@ def test_slices_follow_each_other_and_turn_round():
     graph = sliced(chain(2), 2)
     assert needs(graph, Task('F', 1, 1)) == ['0F.1', '1F']
     assert needs(graph, Task('B', 1, 0)) == ['1F', '1B.1']
-    # Seq1F1B, p = m = n = 2
-    orders = (
-        '0F0 0F0.1 0F1 0BW0.1 0F1.1 0BW0 0BW1.1 0BW1',
-        '1F0 1F0.1 1BW0.1 1F1 1BW0 1F1.1 1BW1.1 1BW1',
-    )
-    schedule = schedule_of(graph, 2, 2, *orders)
-    check(schedule)
-    costs = unit_costs(Placement.loop(2))
-    assert peak(schedule, costs) == (1.5, 1.0)
-    timeline = simulate(schedule, costs)
-    assert timeline.makespan - max(map(timeline.busy, range(2))) == pytest.approx(1.5)  # (p-1)3F/n
 
 
 @pytest.mark.parametrize(
@@ -168,8 +153,6 @@ def test_passes_together_wait_for_the_inputs_of_both():
     assert simulate(schedule, unit_costs(placement)).makespan == 6
 
 
-# ---- Together with others.
-
 TECHNIQUES = st.lists(
     st.one_of(
         st.tuples(st.just('recompute'), st.sampled_from([((0,),), ((0, 1),)])),
@@ -188,7 +171,8 @@ def test_techniques_compose(techniques):
     """In any order: the tasks of a microbatch can be done one after the other, memory returns to
     what it was, and a file gives the same graph."""
     graph = applied(2, techniques)
-    order = in_order(graph)
+    needed = {task: [need.task for need in needs] for task, needs in graph.needs.items()}
+    order = [*TopologicalSorter(needed).static_order()]
     placement = Placement.loop(2)
     passes = [
         Pass(task.kind, task.stage, m, task.slice)
@@ -210,14 +194,3 @@ def test_techniques_compose(techniques):
     for kind in {p.kind for p in passes}:
         assert f'{kind}: {graph.kinds[kind].words}' in svg({'x': timeline}, {'x': costs})
     assert 'composed' in html({'composed': timeline}, {'composed': costs}, 'composed')
-
-
-def in_order(graph):
-    turned = graph.last_slice_first
-    left = sorted(graph.needs, key=lambda t: -t.slice if t.kind in turned else t.slice)
-    done = []
-    while left:
-        ready = next(t for t in left if all(n.task in done for n in graph.needs[t]))
-        left.remove(ready)
-        done.append(ready)
-    return done

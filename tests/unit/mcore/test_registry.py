@@ -55,16 +55,8 @@ def test_in_and_out(folder):
     assert theirs.Owner().method() == 'theirs around ours for method'
     registry.undo()
     assert theirs.Owner.method is method
-    import theirs
-
-    registry = Registry()
-    registry.install(
-        [
-            Patch('theirs', 'answer', ours, ('theirs:asks',)),
-            Patch('theirs:Owner', 'method', ours),
-            Patch('theirs', 'deaf', None),
-        ]
-    )
+    answer, deaf = Patch('theirs', 'answer', ours, ('theirs:asks',)), Patch('theirs', 'deaf', None)
+    registry.install([answer, Patch('theirs:Owner', 'method', ours), deaf])
     assert theirs.asks() == 'ours for answer' and theirs.Owner().method() == 'ours for method'
     assert theirs.deaf() == 'nothing' and registry.installed
     assert [place.name for place in registry.places()] == ['answer', 'method']

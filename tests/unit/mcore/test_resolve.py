@@ -18,7 +18,7 @@ import megatron_zbpp
 from megatron_zbpp import bridge, build
 from megatron_zbpp.launch import arguments, flags
 from megatron_zbpp.mcore import enabled
-from megatron_zbpp.mcore.job.resolve import Facts, require_taken_back, resolve
+from megatron_zbpp.mcore.job.resolve import Facts, resolve
 from megatron_zbpp.mcore.job.rules import rows
 from megatron_zbpp.mcore.options import ARGUMENTS, Problems
 from megatron_zbpp.mcore.settings import BY_BRIDGE, BY_FLAG, Request, Settings
@@ -54,17 +54,6 @@ def test_nothing_is_written_into_what_is_read():
     assert vars(args) == before and not job.checks.problems
     assert job.writes['pipeline_model_parallel_layout'] == 'Et|t|t|tL'
     assert job.writes['defer_embedding_wgrad_compute'] is False
-
-
-def test_all_that_is_wrong_is_told_together():
-    layers, refused = told(resolved(num_layers=3, moe_paged_stash=True, sft=None))
-    assert layers.startswith('3 layers cannot be placed') and '--num-layers' in layers
-    assert refused.startswith('with --pipeline-schedule, moe_paged_stash=True: ')
-    fp8 = {'fp8': 'hybrid', 'fp8_recipe': 'delayed'}
-    options = {'offload': 'some', 'recompute': 'all', 'kept_gib': -1}
-    kept, amount, refused = told(resolved(options=options, **fp8))
-    assert '--optimizer-post-validation-kept-gib is -1: give a number' in kept
-    assert "--pipeline-offload of 'some': give 'half'" in amount and 'fp8_recipe=delayed' in refused
 
 
 @pytest.mark.parametrize(
@@ -169,13 +158,6 @@ def test_what_the_configuration_asks_for_is_in_the_settings():
     made = prepared(config(seq_length=4096, **shape), 'zb-v', slices='auto:1024')
     assert sum(made.slices) == 4096 and len(made.slices) > 1
     assert made.slices[0] > made.slices[-1], 'later ones attend to more'
-
-
-def test_a_model_that_was_built_with_it_is_refused():
-    config = SimpleNamespace(defer_embedding_wgrad_compute=True)
-    with pytest.raises(NotImplementedError, match=r'enable\(\) before the model is built'):
-        require_taken_back(config)
-    require_taken_back(SimpleNamespace(defer_embedding_wgrad_compute=False))
 
 
 @pytest.mark.parametrize('text', ['# nowhere\na: b', '# every schedule\na is odd: b'])

@@ -20,46 +20,10 @@ from megatron_zbpp.mcore.options import Checks, Option, option, options_of, with
 from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import OPTIONS, Settings
-from megatron_zbpp.partitioning.freeze_plans import FreezePlan
 from megatron_zbpp.techniques.slices.graph import sized
 from megatron_zbpp.techniques.slices.place import in_slices
 
 TWO_WAYS = 'two_ways:two-ways'
-
-
-@pytest.mark.parametrize(
-    ('asked', 'said'),
-    [(5, 'trace_dir is 5: give the path'), ('', "trace_dir is ''"), (__file__, 'which is a file')],
-    ids=['number', 'empty', 'file'],
-)
-def test_a_folder_that_is_none(asked, said):
-    """Said before anything starts, by the flag and by `enable`, not in the fifth iteration."""
-    with pytest.raises(ValueError) as error:
-        megatron_zbpp.enable('zb-h1', trace_dir=asked)
-    assert said in str(error.value)
-
-
-FREEZING = FreezePlan(build('1f1b', 2, 2), (), 1.0, 1.0)
-
-
-def test_freezing_that_cannot_be(tmp_path):
-    """Said before anything starts."""
-    with pytest.raises(ValueError, match='freeze: it is planned for one schedule'):
-        Settings('auto', freeze=FREEZING)
-    with pytest.raises(ValueError, match='freeze is 5: give the path'):
-        megatron_zbpp.enable('zb-h1', freeze=5)
-    file = tmp_path / 'other.json'
-    file.write_text('{"format": "other"}')
-    with pytest.raises(ValueError, match=r"other\.json: 'format': .* give what zbpp freeze -o"):
-        megatron_zbpp.enable('zb-h1', freeze=file)
-    with pytest.raises(OSError, match=r'No such file.* give what zbpp freeze -o'):
-        megatron_zbpp.enable('zb-h1', freeze=tmp_path / 'no.json')
-    for name, said in (('zb-h1', 'planned for 1f1b of 2 ranks and 2 microbatches, but zb-h1'),
-                       ('1f1b', '1f1b has no W passes')):  # fmt: skip
-        programs = Plugin(Settings(name, freeze=FREEZING)).session.programs
-        with pytest.raises(ValueError, match=said):
-            programs.lowered(2, 2, forward_only=False)
-        assert programs.lowered(2, 2, forward_only=True)
 
 
 def test_what_settings_come_to():
@@ -130,26 +94,6 @@ def test_an_argument_that_enable_does_not_have():
     """It names the function that was called, of the package (see its golden file) or Bridge's."""
     with pytest.raises(TypeError, match=r'^bridge.enable\(\) got an .* did you mean offload\?'):
         bridge.enable(None, ofload='all')
-
-
-# by what the golden file of refused values has a message of, what that message says to do
-CURES = [
-    ({'schedule': 'zb-v', 'num_chunks': 3}, {'schedule': 'zb-v'}),
-    ({'schedule': 'zb-v', 'memory_limit': 4}, {'schedule': 'zb-1p', 'memory_limit': 4}),
-    ({'schedule': 'auto', 'offload': 'half'}, {'schedule': 'zb-v', 'offload': 'half'}),
-    *(({name: bad}, {name: good}) for name, bad, good in (
-        ('watchdog_timeout', -1, 0), ('post_validation', 1.5, 1), ('check_interval', -1, 0),
-        ('num_chunks', 0, 1), ('message_ctas', 0, 1), ('profile_iters', 0.5, 1),
-        ('recompute', 'some', 'half'), ('offload', 'some', 'all'),
-    )),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(('given', 'cured'), CURES, ids=str)
-def test_the_cure_of_a_message_is_taken(given, cured):
-    with pytest.raises(ValueError):
-        Settings(**given)
-    Settings(**cured)
 
 
 # ---- Options are written once: `enable`, its help, flags and `zbpp` are made from the same fields.

@@ -148,9 +148,6 @@ def test_sizes_in_words():
     assert Settings('zb-v', slices='auto:4096').sliced == ToFind()
 
 
-# ---- Keys and values that slices keep for each other.
-
-
 def test_memory_is_known_while_it_is_kept():
     kept, layers = Kept(), [torch.nn.Linear(1, 1) for _ in range(2)]
     for microbatch in (0, 1):

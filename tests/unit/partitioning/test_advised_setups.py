@@ -29,13 +29,15 @@ MOE = Shape(
     'moe', 8, 2048, 16, 51200, 2048, 245.0, groups=8, experts=8, expert_ffn=1024, dense_first=2
 )
 FEW = ('1f1b', 'interleaved', 'zb-h1', 'zb-v', 'v-half')
-SOME = settings(
-    max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+SOME = settings(max_examples=6, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 def job(shape: Shape = SMALL, memory: float = 40 * GIB, **others: object) -> Job:
     return Job(shape, 32, 8, memory, **others)  # type: ignore[arg-type]
+
+
+def layer(made: Job, setup: Setup, at: int = 1) -> Layer:
+    return layer_costs(made, setup).layers.layers[at]
 
 
 def possible(made: Job, names: Sequence[str] = FEW) -> list[Setup]:
@@ -85,15 +87,6 @@ def test_every_proposal_fits_and_divides(made):
         assert 0 <= each.idle < 1
     assert list(advice.best) == sorted(advice.best, key=lambda each: each.seconds)
     assert len({each.setup for each in advice.best}) == len(advice.best)
-
-
-@SOME
-@given(jobs(), st.floats(1, 2))
-def test_more_memory_is_never_slower(made, more):
-    assume(possible(made))
-    less = advise(made, FEW, count=1).best
-    richer = advise(replace(made, memory=made.memory * more), FEW, count=1).best
-    assert not less or richer[0].seconds <= less[0].seconds
 
 
 @SOME
@@ -177,22 +170,18 @@ def test_layers_are_those_of_the_shape():
     made = replace(job(), gpus=1)
     assert layer_costs(made, Setup(sequence_parallel=False)) == (layers_of(SMALL), 0.0)
     # four of a dense layer's F and B move 3/4 of s·b·h of bf16, tp = 4
-    layer = layers_of(replace(SMALL, tp=4)).layers[1]
+    plain, made = layers_of(replace(SMALL, tp=4)).layers[1], layer(job(), Setup(4))
     talk = 4 * 2 * 2048 * 2048 * 3 / 4 / 300e9
-    made = layer_costs(job(), Setup(4)).layers.layers[1]
-    assert made.forward == pytest.approx(layer.forward + talk)
-    assert made.backward == pytest.approx(layer.backward + talk)
-    assert made.weight == layer.weight
-    slow = layer_costs(job(gpus_per_node=2), Setup(4)).layers.layers[1]
-    assert slow.forward == pytest.approx(layer.forward + 12 * talk)
+    both = made.forward, made.backward
+    assert both == pytest.approx((plain.forward + talk, plain.backward + talk))
+    assert made.weight == plain.weight
+    slow = layer(job(gpus_per_node=2), Setup(4))
+    assert slow.forward == pytest.approx(plain.forward + 12 * talk)
 
 
 def test_scores_of_attention():
     """They are 5·a·s²·b bytes, which selective recomputation does without."""
-    made = job(fused=False)
-    kept, again = (
-        layer_costs(made, Setup(2, saving=each)).layers.layers[1] for each in (NONE, SELECTIVE)
-    )
+    kept, again = (layer(job(fused=False), Setup(2, saving=each)) for each in (NONE, SELECTIVE))
     scores = 5 * 16 * 2048**2 / 2
     assert kept.activation == 34 * 2048 * 2048 / 2 + scores
     assert again.activation == kept.activation - scores
@@ -264,13 +253,6 @@ EXPERTS = Shape('moe', 8, H, 16, 51200, SEQ, 245.0, groups=8, experts=8, expert_
 WEIGHTS = 8 * 12 * H**2 + 2 * 51200 * H
 
 
-def layer(made: Job, setup: Setup, at: int = 1) -> Layer:
-    return layer_costs(made, setup).layers.layers[at]
-
-
-# Behind the last pass
-
-
 @pytest.mark.parametrize(
     ('changes', 'moved', 'step'),
     [
@@ -300,9 +282,6 @@ def test_reduction_hides_behind_the_last_backward_of_the_shortest_stage():
     assert beside.rest == pytest.approx(behind.rest - last[0])
 
 
-# Memory
-
-
 @pytest.mark.parametrize('saving', [NONE, SELECTIVE, FULL])
 def test_bytes_of_each_rank(saving):
     """1F1B holds two microbatches on the first of two ranks, one on the other."""
@@ -322,9 +301,6 @@ def test_equally_fast_setups_come_with_the_least_memory_first():
     equal = [pair for pair in itertools.pairwise(best) if pair[0].seconds == pair[1].seconds]
     held = [(max(a.nbytes), max(b.nbytes)) for a, b in equal]
     assert all(a <= b for a, b in held) and any(a < b for a, b in held)
-
-
-# Context parallelism, and expert tensor parallelism
 
 
 def test_context_parallel_ranks_share_the_tokens():
@@ -373,19 +349,13 @@ def test_an_expert_of_one_rank_is_whole_there():
     assert whole - halves == pytest.approx(own * (6 + 12 / 4) - own / 2 * (6 + 12 / 2))
 
 
-# Times of layers
-
-
 def test_times_of_layers():
     """A gathering in F of both, and of the loss in B."""
     talk = 2 * SBH * 3 / 4 / NODE
-    made, plain = (
-        layer_costs(job(QUICK), Setup(4)).layers.layers,
-        layers_of(replace(QUICK, tp=4)).layers,
-    )
     for at, backward in ((0, 0.0), (-1, talk)):
-        assert made[at].forward == pytest.approx(plain[at].forward + talk)
-        assert made[at].backward == pytest.approx(plain[at].backward + backward)
+        made, plain = layer(job(QUICK), Setup(4), at), layers_of(replace(QUICK, tp=4)).layers[at]
+        wanted = plain.forward + talk, plain.backward + backward
+        assert (made.forward, made.backward) == pytest.approx(wanted)
     # as much again as below it: 2·s²·h a sample; and they are written and read
     plain, scored = (layer(job(SMALL, fused=each), Setup()) for each in (True, False))
     more = 2 * SEQ**2 * H / FLOPS + 2 * 5 * 16 * SEQ**2 / BYTES
@@ -406,8 +376,8 @@ def test_an_mlp_that_runs_again_talks_again():
     assert added[1] == pytest.approx(16 * SBH * H / 2 / FLOPS, rel=1e-3), 'both products'
     # a token takes two experts, and a shared one of the same size
     two, three = (
-        layer(job(shape), Setup(saving=SELECTIVE)).backward - layer(job(shape), Setup()).backward
-        for shape in (EXPERTS, replace(EXPERTS, shared_ffn=1024))
+        layer(made, Setup(saving=SELECTIVE)).backward - layer(made, Setup()).backward
+        for made in map(job, (EXPERTS, replace(EXPERTS, shared_ffn=1024)))
     )
     assert three == pytest.approx(1.5 * two) and two > 0
 
@@ -424,9 +394,6 @@ def test_each_kind_of_pass_is_measured_by_itself():
     assert slow > 1.1 * fast, 'what has no time to go stays'
     plain = replace(setup, schedule='zb-v')
     assert predict(job(QUICK, host=1.0), plain) == predict(job(QUICK, host=1000.0), plain)
-
-
-# Sizes
 
 
 def test_sizes():

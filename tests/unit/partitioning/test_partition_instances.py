@@ -137,13 +137,8 @@ def test_a_slow_device_on_a_v_is_megatrons_rank(slow, keep_order):
 def test_bounds_of_all_partitions():
     for name, fused in (('P1', 86), ('P2', 157), ('P8', 456)):
         instance, more = asked(name)
-        space = Space(
-            instance.layers,
-            Devices.alike(instance.devices),
-            instance.m,
-            more['placements'],
-            fused=True,
-        )
+        devices, placements = Devices.alike(instance.devices), more['placements']
+        space = Space(instance.layers, devices, instance.m, placements, fused=True)
         bounds = Bounds(space)
         assert min(map(bounds.of, space.partitions())) == fused
         assert bounds.overall == pytest.approx(fused)
@@ -268,10 +263,12 @@ def test_near_the_bound(p, num_layers, m, seconds):
 HEAD = '{"format": "megatron_zbpp.layers/1", "layers": '
 
 
-@pytest.mark.parametrize('name', INSTANCES)
-def test_layers_come_back(name):
-    own = INSTANCES[name].layers
-    assert Layers.from_json(own.to_json()) == own
+FILES = [*(each.layers for each in INSTANCES.values()), NODES, ONE_SLOW, Devices.alike(3)]
+
+
+@pytest.mark.parametrize('own', FILES)
+def test_files_come_back(own):
+    assert type(own).from_json(own.to_json()) == own
 
 
 def test_a_layer_of_which_nothing_is_said_takes_no_time():
@@ -279,20 +276,10 @@ def test_a_layer_of_which_nothing_is_said_takes_no_time():
     assert read == (Layer('t', 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0),)
 
 
-@pytest.mark.parametrize('devices', [NODES, ONE_SLOW, Devices.alike(3)])
-def test_devices_come_back(devices):
-    assert Devices.from_json(devices.to_json()) == devices
-
-
 def test_costs_of_stages():
     """Sums of layers, by factor of their device; an edge is latency and output over bandwidth."""
-    layers = Layers(
-        (
-            Layer('E', 1, 0, 1, activation=2, output=6),
-            Layer('t', 2, 3, 4, retained=0.5, output=8),
-            Layer('L', 5, 6, 7),
-        )
-    )
+    first = Layer('E', 1, 0, 1, activation=2, output=6), Layer('t', 2, 3, 4, retained=0.5, output=8)
+    layers = Layers((*first, Layer('L', 5, 6, 7)))
     devices = Devices.from_json(
         '{"devices": [{"factor": {"F": 2, "W": 3}}, {}], "latency": [[0, 1], [2, 0]], '
         '"bandwidth": [[0, 4], [0, 0]]}'

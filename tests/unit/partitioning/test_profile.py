@@ -196,9 +196,7 @@ STOCK, OURS, CHUNKS = (
 )
 LOG = str(HERE / 'timers-all.log')
 MINMAX = (HERE / 'minmax.log').read_text()  # written by hand
-FEW = settings(
-    max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+FEW = settings(max_examples=40, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 def recorded(file: str) -> Recording:

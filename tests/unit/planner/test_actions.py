@@ -14,7 +14,6 @@ from megatron_zbpp.ir.formats import load_plan
 from megatron_zbpp.partitioning.shapes import Shape, layers_of
 from megatron_zbpp.planner import limits
 from megatron_zbpp.planner.actions import plan_within
-from megatron_zbpp.planner.cache import planned
 from megatron_zbpp.planner.cp_sat import solve_offload
 from megatron_zbpp.planner.limits import Candidate
 from megatron_zbpp.planner.plans import plan
@@ -154,16 +153,6 @@ def test_parameters_count_here_too():
     require_kept(made, limit)
     value = simulate(build('bpipe', 6, 12), case[1]).makespan
     assert made.best_named is not None and made.value <= made.best_named[1] <= value + 1e-9
-
-
-def test_plans_with_actions_are_found_again(tmp_path):
-    case = costed(Placement.loop(4, 2), (1, 1, 1))
-    question = {'actions': ('offload',), 'memory_limit': 2, 'seconds': 0.1}
-    first, cached = planned(tmp_path, [case], 8, **question)
-    again, found = planned(tmp_path, [case], 8, **question)
-    assert (cached, found) == (False, True) and first == again
-    assert does(first.schedule)
-    assert not does(planned(tmp_path, [case], 8, **{**question, 'actions': ()})[0].schedule)
 
 
 SELECTIVE = {

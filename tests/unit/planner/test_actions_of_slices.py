@@ -17,13 +17,10 @@ from megatron_zbpp.techniques.slices.graph import Slicing
 SIZES = (7, 5, 4)
 LEAST = 1.2  # a microbatch on a rank, with keys, values and their gradients
 EVERY = ('offload', 'recompute', 'evict')
+AMONG = (Placement.v(3), Placement.loop(4)), (2, 4), (LEAST, 1.4, 2.0), (('offload',), EVERY)
 INSTANCES = [
     pytest.param(*case, marks=() if at in (0, 7) else pytest.mark.full)
-    for at, case in enumerate(
-        itertools.product(
-            (Placement.v(3), Placement.loop(4)), (2, 4), (LEAST, 1.4, 2.0), (('offload',), EVERY)
-        )
-    )
+    for at, case in enumerate(itertools.product(*AMONG))
 ]
 
 

@@ -36,7 +36,8 @@ def test_every_input_counts(tmp_path, monkeypatch):
     def cached(candidates=CANDIDATES, m=3, **changed) -> bool:
         return cache.planned(tmp_path, candidates, m, **{**INPUTS, **changed})[1]
 
-    loop = Placement.loop(2, 2)
+    loop, one = Placement.loop(2, 2), (1.0,) * 4
+    copied = [(PLACEMENT, CANDIDATES[0][1].with_times(O=one, L=one))]
     changes = [
         {},
         {'candidates': [(PLACEMENT, Costs.uniform(PLACEMENT, 1, 1.2, 0.8, comm=0.1))]},
@@ -44,6 +45,8 @@ def test_every_input_counts(tmp_path, monkeypatch):
         {'m': 4},
         {'memory_limit': 2.0},
         {'memory_limit': [1.5, 2.0]},
+        {'candidates': copied},
+        {'candidates': copied, 'actions': ('offload',)},
         {'objective': 'window'},
         {'seconds': 9.5},
         {'seed': 2},
@@ -106,6 +109,7 @@ HARMS = {
     'other costs': lies(lambda data: data['costs']['times'].update(F=[9.0] * 4)),
     'no costs': lies(lambda data: data.pop('costs')),
     'a wrong type': lies(lambda data: data.update(costs=[1, 2])),
+    'true for a number': lies(lambda data: data.update(lower_bound=True)),
 }
 
 

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import megatron_zbpp
 from megatron_zbpp import Costs, Layer, Layers, Placement, compare
 from megatron_zbpp.planner.plan_requests import PlanAnswer
+from megatron_zbpp.schedules import names
 
 # options of the command, and arguments that say the same
 OPTIONS = json.loads(Path(__file__).with_name('options.json').read_text())
@@ -91,26 +90,6 @@ def test_earlier_plans_are_found_by_either(command, tmp_path):
     assert json.loads(json.dumps(found.facts('gpipe'))) == command('--against gpipe')
 
 
-@settings(max_examples=15, derandomize=True, suppress_health_check=list(HealthCheck), deadline=None)
-@given(
-    st.lists(st.integers(1, 9), min_size=3, max_size=3),
-    st.sampled_from([None, 1.0, 1.5, 3.0]),
-    st.sampled_from([None, 0.0, 0.5]),
-    st.sampled_from(['makespan', 'window']),
-    st.sampled_from([None, 2, 'balanced:2']),
-)
-def test_any_options(command, times, limit, comm, objective, slices):
-    line = f'--vpp 1,2 --times {",".join(map(str, times))} --objective {objective}'
-    line += '' if limit is None else f' --memory-limit {limit}'
-    line += '' if comm is None else f' --comm {comm}'
-    line += '' if slices is None else f' --slices {slices} --seq-length 4096'
-    options = {'memory_limit': limit, 'comm': comm, 'objective': objective, 'slices': slices}
-    found = in_python(
-        costs=times, num_chunks=[1, 2], seq_length=4096 if slices else None, **options
-    )
-    assert found == command(line)
-
-
 def test_progress_is_reported():
     shares: list[float] = []
     megatron_zbpp.plan(3, 12, seconds=2.0, memory_limit=2.5, progress=shares.append)
@@ -129,8 +108,11 @@ NAMES = ['1f1b', 'zb-h1', 'zb-v', 'interleaved']
 
 
 def test_rows_are_those_of_zbpp(zbpp):
-    schedules = zbpp('compare --pp 4 --microbatches 8 --json')['schedules']
-    printed = {row['name']: row for row in schedules}
+    found = zbpp('compare --pp 4 --microbatches 8 --json')
+    printed = {row['name']: row for row in found['schedules']}
+    assert {*printed, *(each['name'] for each in found['skipped'])} == {*names()}
+    spans = [row['makespan'] for row in found['schedules']]
+    assert spans == sorted(spans)
     rows = compare(4, 8)
     assert {row.name for row in rows} <= {*printed} and len(rows) > 25
     for row in rows:

@@ -31,7 +31,6 @@ from megatron_zbpp.planner.search import Search, anneal, critical, extrapolate, 
 from megatron_zbpp.techniques import NAMES, find
 
 ACTIONS = NAMES
-ADDED = {'times', 'steps', 'even', 'of_slices', 'num_steps'}  # properties younger than the file
 # Halves and quarters: releases of Python add them in different ways to the same sum.
 TIMES = ((2.0, 3.0, 2.0), (3.0, 4.0, 1.0), (2.5, 2.0, 2.5), (1.5, 1.75, 1.0))
 SHAPES = {
@@ -91,7 +90,7 @@ def steps(number: int) -> limits.Budget:
 
 def arrays(problem: Problem) -> Iterator[object]:
     for name, value in vars(type(problem)).items():
-        if name not in ADDED and isinstance(value, cached_property) and not name.startswith('_'):
+        if isinstance(value, cached_property) and not name.startswith('_'):
             yield getattr(problem, name)
 
 

@@ -9,14 +9,7 @@ import pytest
 
 from megatron_zbpp import Costs, Placement, build, simulate
 from megatron_zbpp.cli import planning
-from megatron_zbpp.planner import (
-    actions,
-    limits,
-    named_schedules,
-    pattern,
-    plan_requests,
-    search,
-)
+from megatron_zbpp.planner import actions, limits, named_schedules, pattern, plan_requests, search
 from megatron_zbpp.planner.actions import plan_within
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.planner.problem import Problem

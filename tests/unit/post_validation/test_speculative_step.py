@@ -198,9 +198,6 @@ def test_what_is_kept_is_stepped_once(kept_bytes, steps):
     assert step.call_count == steps
 
 
-# ---- Who steps early.
-
-
 norms = st.floats(0, 1e6) | st.sampled_from([math.inf, math.nan])
 
 

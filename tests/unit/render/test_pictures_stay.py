@@ -3,10 +3,9 @@
 `pictures.json` beside this file holds a hash of each. Where one was changed on purpose, write it
 anew and look at the picture:
 
-    python tests/unit/render/test_pictures_stay.py [FOLDER that takes the pictures]
+    PYTHONPATH=tests/support python tests/unit/render/test_pictures_stay.py [FOLDER for pictures]
 """
 
-import json
 import sys
 from collections.abc import Callable, Iterable
 from hashlib import sha256
@@ -16,6 +15,7 @@ from unittest.mock import patch
 import matplotlib
 import pytest
 from matplotlib.figure import Figure
+from stays import golden
 
 from megatron_zbpp import Costs, build, simulate
 from megatron_zbpp.ir.timeline import Timeline
@@ -24,8 +24,6 @@ from megatron_zbpp.render.html import html
 from megatron_zbpp.render.perfetto import perfetto
 from megatron_zbpp.render.png import frontier_png, loss_png, timeline_png
 from megatron_zbpp.render.svg import svg
-
-FILE = Path(__file__).with_name('pictures.json')
 
 
 def shown(*names: str) -> tuple[dict[str, Timeline], dict[str, Costs]]:
@@ -45,6 +43,8 @@ def shown(*names: str) -> tuple[dict[str, Timeline], dict[str, Costs]]:
 
 def described(draw: Callable[[Path], None]) -> str:
     """Return what is on a figure of matplotlib's: pixels differ between its releases."""
+    if not matplotlib.__version__.startswith('3.11.'):
+        pytest.skip('what is on a figure was written down with matplotlib 3.11')
     saved: list[tuple[Figure, dict[str, object]]] = []
     with patch.object(Figure, 'savefig', lambda self, *_, **how: saved.append((self, how))):
         draw(Path('anywhere'))
@@ -100,20 +100,14 @@ PICTURES: dict[str, Callable[[], str]] = {
 }
 
 
-def digest(picture: str) -> str:
+def digest(draw: Callable[[], str]) -> str:
     """Return a few digits of a hash."""
-    return sha256(PICTURES[picture]().encode()).hexdigest()[:12]
+    return sha256(draw().encode()).hexdigest()[:12]
 
 
-@pytest.mark.parametrize('picture', PICTURES)
-def test_pictures_stay(picture):
-    if picture.endswith('.png') and not matplotlib.__version__.startswith('3.11.'):
-        pytest.skip('what is on a figure was written down with matplotlib 3.11')
-    assert digest(picture) == json.loads(FILE.read_text())[picture]
-
-
+FILE = Path(__file__).with_name('pictures.json')
+test_pictures_stay = golden(__name__, FILE, PICTURES, digest)
 if __name__ == '__main__':
-    FILE.write_text(json.dumps({name: digest(name) for name in PICTURES}, indent=1) + '\n')
     for folder in map(Path, sys.argv[1:]):
         folder.mkdir(parents=True, exist_ok=True)
         for name, draw in PICTURES.items():

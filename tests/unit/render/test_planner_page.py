@@ -15,6 +15,7 @@ import pages
 import pytest
 from figures import held, timeline
 from paths import ROOT
+from test_html_browser import plot
 
 from megatron_zbpp import Costs, Schedule, build, simulate
 from megatron_zbpp.analysis.gain import idle_parts
@@ -108,9 +109,6 @@ def expected(name: str, costs: Costs | None = None, **sizes: int) -> list[str]:
     held = max(peak(schedule, Costs.uniform(schedule.placement) if costs else ours))
     gain = 1 - line.makespan / other.makespan
     return [f'{line.makespan:.5g}', f'{gain:.1%}', f'{line.idle_all_ranks:.1%}', f'{held:.5g}']
-
-
-# The simulation
 
 
 def random_costs(schedule: Schedule, rng: random.Random) -> Costs:
@@ -214,9 +212,6 @@ def test_costs_of_other_numbers_of_stages(loaded):
     assert loaded.evaluate(f'joinedCosts(readCosts({given}), 6)') is costs.joined(6) is None
 
 
-# What it shows
-
-
 def test_table_is_what_the_simulator_says(page):
     found = table(page)
     assert len(found) == len(NAMES)
@@ -246,8 +241,7 @@ def test_sliders_change_numbers(page):
 
 def test_memory_limit_leaves_those_out_that_hold_more(page):
     assert text(page, 'best').startswith('Shortest: zb-v takes')
-    page.evaluate("""(input => { input.value = '3'; input.dispatchEvent(new Event('change')); })(
-        document.getElementById('limit-exact'))""")
+    enter(page, 'limit', 3)
     assert 'within 3: v-half takes' in text(page, 'best')
     peaks = {name: cells[3] for name, cells in table(page).items()}
     assert peaks['zb-v'] == '4 > limit' and peaks['v-half'] == expected('v-half')[3]
@@ -272,32 +266,15 @@ def test_ticks_draw(page):
     assert page.silent()
 
 
-def test_bars_are_the_passes(page, file):
-    """Widths and places of the bars, by kind, are the simulated spans; the tooltip names them."""
+def test_the_tooltip_names_the_pass(page, file):
     load(page, file, '#p=4&m=8&show=zb-v')
     line = timeline(schedule := build('zb-v', 4, 8))
-    paths = page.evaluate(
-        "[...document.querySelectorAll('.passes path')].map(p => p.getAttribute('d'))"
-    )
-    bars = [bar for path in paths for bar in re.findall(r'M(\S+) (\S+?)h([^v]+)v', path)]
-    found = sorted((float(y) - 0.06, float(x), float(width)) for x, y, width in bars)
-    spans = [(rank, *span) for rank, own in enumerate(line.spans) for span in own]
-    wanted = sorted((rank, start, end - start) for rank, start, end in spans)
-    assert len(found) == len(wanted)
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert ours == pytest.approx(theirs)
-    said = page.evaluate("""(() => {
-        const inner = document.querySelector('.stretch'), outer = document.querySelector('.view');
-        const frame = outer.getBoundingClientRect(), size = x => Number(inner.getAttribute(x));
-        return [frame.left + size('x'), frame.top, size('width')];
-    })()""")
+    left, top, width, _ = plot(page)
     for rank in range(4):
         place = len(schedule.passes[rank]) // 2
         start, end = line.spans[rank][place]
-        x = said[0] + (start + end) / 2 / line.makespan * said[2]
-        y = said[1] + (rank + 0.3) * 40
-        page.evaluate('scrollTo(0, 0)')
-        page.mouse('mouseMoved', x, y)
+        x = left + (start + end) / 2 / line.makespan * width
+        page.mouse('mouseMoved', x, top + (rank + 0.3) * 40)
         assert text(page, 'tooltip').startswith(f'{schedule.passes[rank][place]} ')
 
 
@@ -321,9 +298,6 @@ def test_legend_is_complete(page, file):
     assert 'F, up' in page.texts(entries)
 
 
-# Links
-
-
 # by the fragment of a link, or the content of a file, how the line about it begins or what it has
 REFUSED = json.loads(Path(__file__).with_name('refused_by_page.json').read_text())
 
@@ -333,9 +307,6 @@ def test_bad_links_are_told_in_a_line(browser, file, fragment, told):
     load(browser, file, f'#{fragment}')
     assert text(browser, 'trouble').startswith(told)
     assert '\n' not in text(browser, 'trouble') and browser.texts('#panels h2')
-
-
-# Files
 
 
 @pytest.fixture(scope='module')
@@ -401,9 +372,6 @@ def test_bad_files_are_told_in_a_line(page, tmp_path):
         assert told in said and '\n' not in said, (written, said)
         assert table(page) == before, 'what was shown stays'
     assert page.silent()
-
-
-# Looks
 
 
 @pytest.mark.parametrize('scheme', ['light', 'dark'])
@@ -693,11 +661,8 @@ def test_ranks_follow_from_stages(page, tmp_path, file, stages, p):
     assert table(page)['1f1b'][0] == f'{line.makespan:.5g}'
 
 
-# Links
-
-
-def test_a_link_restores_the_state(page, tmp_path, file):
-    """Each control, what is ticked, and a file."""
+def test_a_link_restores_the_state(page, file):
+    """Each control, and what is ticked."""
     wanted = {'p': 2, 'm': 4, 'v': 4, 'F': 1.5, 'B': 0.75, 'W': 0.5, 'comm': 0.02, 'limit': 3}
     for (control, value), sizes in itertools.zip_longest(wanted.items(), SIZES):
         if sizes:
@@ -719,6 +684,3 @@ def test_a_link_restores_the_state(page, tmp_path, file):
     page.evaluate(f'location.hash = {json.dumps(address)}; writeLink()')
     until(page, 'state.B === 0.75')
     assert table(page) == before and page.silent()
-    opened(page, tmp_path, times(4), 'mine')
-    load(page, file, link(page))
-    assert text(page, 'opened') == 'mine.json: times of 4 stages'

@@ -5,7 +5,6 @@ import json
 import re
 import sys
 import xml.etree.ElementTree as ET
-import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from dataclasses import replace
 from html import unescape
@@ -51,8 +50,6 @@ def later(timeline: Timeline, by: float) -> Timeline:
     spans = tuple(tuple((a + by, b + by) for a, b in row) for row in timeline.spans)
     return Timeline(timeline.schedule, spans)
 
-
-# Colours
 
 # by colour vision: Machado, Oliveira and Fernandes 2009, severity 1, on linear RGB
 VISIONS = json.loads(Path(__file__).with_name('visions.json').read_text())
@@ -104,9 +101,6 @@ def test_legend_names_each_shade(v, named):
     assert v > 4 or [fill for _, fill in entries] == shades
 
 
-# What all pictures share
-
-
 def test_bars_count_from_the_first_start():
     timeline, _ = simulated('zb-v')
     for row, other in zip(bars(timeline), bars(later(timeline, 100.0)), strict=True):
@@ -147,9 +141,6 @@ def test_number_is_short():
     assert shown == ['4', '26.75', '0.3', '1234600', '1e-09']
 
 
-# Text
-
-
 @pytest.mark.parametrize('width', [20, 80, 120])
 @pytest.mark.parametrize('name', ['1f1b', 'zb-v'])
 def test_text_keeps_its_width(name, width):
@@ -171,8 +162,6 @@ def test_text_in_colour_says_the_same():
     free = simulate(schedule, Costs.uniform(schedule.placement, 0, 0, 0))
     assert timeline_text(free).splitlines() == ['rank 0', 'rank 1']
 
-
-# SVG
 
 SVG = '{http://www.w3.org/2000/svg}'
 
@@ -218,30 +207,10 @@ def test_idle_time_ends_where_a_schedule_ends():
     assert sum(d.count('M') for d in drawn) == sum(wanted.get(k, 0) for k in (*passes, *named))
 
 
-@pytest.mark.parametrize('width', [600, 1400])
-def test_svg_legend_keeps_to_the_width(width):
-    """With many kinds in as many lines as it takes, and nothing of it below what follows."""
-    lines = {name: copying(name)[0] for name in ('po-h', 'bpipe')} | {'zb-v': simulated('zb-v')[0]}
-    entries = legend(line.schedule for line in lines.values())
-    root = ET.fromstring(svg(lines, width=width))
-    texts = [(t.text, float(t.get('x', 0)), float(t.get('y', 0))) for t in root.iter(f'{SVG}text')]
-    drawn = texts[: len(entries)]
-    assert [text for text, *_ in drawn] == [text for text, _ in entries]
-    assert all(x + 7 * len(text) <= width for text, x, _ in drawn)
-    for (text, x, y), (_, after, below) in itertools.pairwise(drawn):
-        assert after >= x + 7 * len(text) if below == y else below >= y + 12
-    assert len({y for *_, y in drawn}) > 1
-    first = next(t for t in root.iter(f'{SVG}text') if t.get('class') == 'name')
-    assert float(first.get('y', 0)) > max(y for *_, y in drawn) + 12
-
-
 def test_svg_escapes_names():
     timeline, _ = simulated('1f1b')
     root = ET.fromstring(svg({'<a & "b">': timeline}))
     assert any((text.text or '').startswith('<a & "b">') for text in root.iter(f'{SVG}text'))
-
-
-# PNG
 
 
 def test_png_says_what_is_drawn(figures, tmp_path):
@@ -295,9 +264,6 @@ def test_png_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
         loss_png({'a': [1.0]}, tmp_path / 'loss.png')
 
 
-# Bubble against memory
-
-
 def test_labels_do_not_collide(figures, tmp_path):
     """Of twelve schedules, eleven in one corner."""
     named = {f'schedule {k}': (8.0 + k / 9, 0.05 + k / 900) for k in range(11)}
@@ -311,9 +277,6 @@ def test_labels_do_not_collide(figures, tmp_path):
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
     marks = axes.transData.transform([*planned, *named.values()])
     assert not any(box.contains(*mark) for box in boxes for mark in marks)
-
-
-# Perfetto
 
 
 @pytest.mark.parametrize('name', ['1f1b', 'zb-v'])
@@ -387,9 +350,6 @@ def test_page_needs_no_network_and_escapes():
     assert data['panels'][0]['name'] == name
 
 
-# Copies
-
-
 def copying(name: str) -> tuple[Timeline, Costs]:
     """A schedule whose copies take time, each way as long as a pass."""
     schedule = build(name, 4, 8)
@@ -445,7 +405,7 @@ SCHEDULE = build('zb-v', 2, 4)
 def test_in_letters(tmp_path):
     assert str(draw(SCHEDULE)).splitlines()[0].startswith('rank 0  F0 F1')
     drawn = draw(SCHEDULE)
-    assert ElementTree.fromstring(drawn._repr_svg_()).tag.endswith('svg')
+    assert ET.fromstring(drawn._repr_svg_()).tag.endswith('svg')
     [inside] = re.findall('<iframe srcdoc="([^"]*)" ', drawn._repr_html_())
     page = tmp_path / 'page.html'
     drawn.save(page)

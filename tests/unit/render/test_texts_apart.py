@@ -17,6 +17,7 @@ from matplotlib.textpath import TextToPath
 
 from megatron_zbpp import Costs, build, simulate
 from megatron_zbpp.render.png import bars_png, frontier_png, loss_png, timeline_png
+from megatron_zbpp.render.scene import legend
 from megatron_zbpp.render.svg import svg
 from megatron_zbpp.schedules import own_families
 from scripts import readme_picture
@@ -173,10 +174,14 @@ def texts(element: ElementTree.Element, down: float = 0.0) -> Iterator[Box]:
 @pytest.mark.parametrize('case', CASES)
 def test_svg(case):
     timelines, costs = shown(case)
+    entries = {text for text, _ in legend(each.schedule for each in timelines.values())}
     for title, heading in HEADS:
         for own, unit, width in ((None, '', 1400), (costs, 'ms', 1400), (costs, 'ms', 1100)):
             head = {'heading': HEADINGS[heading], 'title': TITLES[title], 'width': width}
-            held_apart(ElementTree.fromstring(svg(timelines, own, unit, **head)))
+            said = held_apart(ElementTree.fromstring(svg(timelines, own, unit, **head)))
+            assert entries <= {*said}
+    if case == 'copies':  # the legend in as many lines as it takes
+        held_apart(ElementTree.fromstring(svg(timelines, costs, width=600)))
 
 
 def held_apart(tree: ElementTree.Element) -> list[str]:

@@ -30,12 +30,11 @@ NAMED = json.loads(Path(__file__).with_name('names.json').read_text())
 def requests(draw: st.DrawFn, most_ranks: int = 6, most_microbatches: int = 15) -> dict:
     """Arguments of `build` that each family must take."""
     family = draw(st.sampled_from(FAMILIES))
-    chunks = st.sampled_from(family.chunks[:3]) if len(family.chunks) > 1 else st.none()
     return {
         'name': family.name,
         'num_ranks': draw(st.integers(family.min_ranks, most_ranks)),
         'num_microbatches': draw(st.integers(1, most_microbatches)),
-        'num_chunks': draw(st.none() | chunks),
+        'num_chunks': draw(st.none() | st.sampled_from(family.chunks[:3])),
     }
 
 
@@ -81,11 +80,6 @@ def test_each_family_says_what_it_is(family):
     assert ('num_chunks' in family.options) == (len(family.chunks) > 1)
 
 
-def test_a_fixed_number_of_chunks_may_be_named():
-    assert build('zb-v', 4, 8, num_chunks=2) == build('zb-v', 4, 8)
-    assert build('1f1b', 4, 8, num_chunks=1) == build('1f1b', 4, 8)
-
-
 @pytest.mark.parametrize('name', names())
 def test_costs_are_welcome_everywhere(name):
     """Who has one order whatever the times returns it; who adapts still returns one that runs."""
@@ -97,12 +91,7 @@ def test_costs_are_welcome_everywhere(name):
 
 
 @settings(max_examples=150)
-@given(
-    name=st.sampled_from(['zb-1p', 'zb-2p']),
-    p=st.integers(1, 6),
-    m=st.integers(1, 14),
-    data=st.data(),
-)
+@given(st.sampled_from(['zb-1p', 'zb-2p']), st.integers(1, 6), st.integers(1, 14), st.data())
 def test_the_automatic_scheduler_keeps_its_limit(name, p, m, data):
     def stages(least: float, most: float) -> tuple[float, ...]:
         each = st.floats(least, most, allow_nan=False)
@@ -110,14 +99,9 @@ def test_the_automatic_scheduler_keeps_its_limit(name, p, m, data):
 
     activation = stages(0.5, 2)
     share = data.draw(st.floats(0, 3))
-    costs = Costs.of(
-        stages(0, 3),
-        stages(0, 3),
-        stages(0, 3),
-        comm=data.draw(st.floats(0, 2)),
-        activation=activation,
-        retained=tuple(share * full for full in activation),
-    )
+    times, comm = [stages(0, 3) for _ in 'FBW'], data.draw(st.floats(0, 2))
+    retained = tuple(share * full for full in activation)
+    costs = Costs.of(*times, comm, activation=activation, retained=retained)
     most = max(activation) * max(1, share)
     limit = data.draw(st.none() | st.floats(most, 2 * p * most))
     schedule = build(name, p, m, costs=costs, memory_limit=limit)
@@ -134,11 +118,8 @@ def relabelled(schedule: Schedule, name: str) -> Schedule:
 
 @pytest.mark.parametrize(('p', 'm'), [(1, 3), (4, 3), (4, 8), (5, 13)])
 def test_with_one_chunk_the_interleaved_ones_are_their_plain_selves(p, m):
-    for chunked, plain in [
-        ('interleaved', '1f1b'),
-        ('zb-interleaved', 'zb-h1'),
-        ('breadth-first', 'gpipe'),
-    ]:
+    both = {'interleaved': '1f1b', 'zb-interleaved': 'zb-h1', 'breadth-first': 'gpipe'}
+    for chunked, plain in both.items():
         assert relabelled(build(chunked, p, m, num_chunks=1), plain) == build(plain, p, m)
 
 
@@ -265,9 +246,6 @@ def test_plans_start_from_it_with_the_measured_messages():
         found = named(Problem(placement, 16, costs_of(4, comm), (limit,) * 4))
         values = {each.name: each.value for each in found}
         assert (values['kfkb'] < values['1f1b'] - 10) is wins
-
-
-# ---- The schedules of controlled memory, where no formula says what they are.
 
 
 def test_the_shorter_of_both_tightenings():

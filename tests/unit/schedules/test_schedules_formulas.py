@@ -282,21 +282,10 @@ def test_list_scheduling_takes_any_preference(p, m, v, data):
     placement = Placement.wave(p, v)
     limit = data.draw(st.floats(1, m + 1))
     split = data.draw(st.booleans())
-    lanes = [
-        [
-            [Pass(kind, stage, i) for i in range(m)]
-            for kind, stage in data.draw(
-                st.permutations(
-                    [
-                        (kind, stage)
-                        for kind in (F, B if split else BW)
-                        for stage in placement.stages(rank)
-                    ]
-                )
-            )
-        ]
-        for rank in range(p)
-    ]
+    lanes = []
+    for stages in map(placement.stages, range(p)):
+        queues = data.draw(st.permutations([*product((F, B if split else BW), stages)]))
+        lanes.append([[Pass(*queue, i) for i in range(m)] for queue in queues])
     draft = list_schedule(placement, m, lanes, limit)
     schedule = draft.schedule('any')
     costs = Costs.uniform(placement, *([v] * 3))  # so that F, B and W of a stage take 1
@@ -310,11 +299,9 @@ def test_tightened_slots_are_a_schedule(p, m, slack, split, data):
     """Any block without collisions, tightened: nothing later than before, nothing out of turn."""
     placement = Placement.v(p)
     width = 1 if split else 2
-    stages = range(2 * p)
+    stages, back = range(2 * p), B if split else BW
     block = {(F, stage): 3 * stage for stage in stages}
-    block |= {
-        (B if split else BW, stage): 6 * p + slack + 3 * (2 * p - 1 - stage) for stage in stages
-    }
+    block |= {(back, stage): 6 * p + slack + 3 * (2 * p - 1 - stage) for stage in stages}
     slots = repeat(block, interval=24 * p + slack, num_microbatches=m)
     if split:
         slots = with_weights(slots, placement)

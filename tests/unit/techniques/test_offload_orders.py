@@ -166,17 +166,7 @@ def test_copies_in_their_order():
                 assert program.index(p._replace(kind='F')) < at < program.index(p)
 
 
-def test_copies_and_passes_wait_for_each_other():
-    order = '0F0 0F1 0O0 0F2 0L0 0B0 0W0 0B1 0W1 0B2 0W2'
-    schedule = by_hand(1, 3, order, graph=offload(chain(1), [0]))
-    check(schedule)
-    ones = (1.0,)
-    costs = Costs.of(ones, ones, ones, times={'O': (2.5,), 'L': (0.5,)})
-    spans = {str(p): span for p, span in simulate(schedule, costs).by_pass.items()}
-    assert spans['0O0'] == (1, 3.5)  # from the end of its F on, beside the next
-    assert spans['0F2'] == (3.5, 4.5)  # has waited for the place
-    assert spans['0L0'] == (4.5, 5)  # its place is behind F2
-    assert spans['0B0'] == (5, 6)
+def test_recompute_passes_wait_for_what_was_on_the_host():
     graph = offload(recompute(chain(1), [0]), [0])
     schedule = by_hand(1, 2, '0F0 0O0 0L0 0R0 0B0 0W0 0F1 0R1 0B1 0W1', graph=graph)
     check(schedule)

@@ -5,7 +5,6 @@ import re
 from collections import Counter
 from dataclasses import asdict, replace
 from itertools import product
-from math import inf
 from unittest.mock import patch
 
 import pytest
@@ -21,10 +20,7 @@ from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.ir import BW, B, F, Task, W, chain
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.planner import limits
-from megatron_zbpp.planner.cp_sat import solve
-from megatron_zbpp.planner.ends import lower_bound, replay_whole
 from megatron_zbpp.planner.plans import plan
-from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.schedules import find, names
 from megatron_zbpp.techniques import offload as module
 from megatron_zbpp.techniques.base import with_copies
@@ -158,22 +154,6 @@ def test_what_moves_activations_is_not_cut():
     made = in_slices('zb-1p', 4, 4, 2, memory_limit=2.0)
     check(made, memory_limit=2.0)
     assert max(held(made)) == 2.0
-
-
-# ---- The planner.
-
-
-def test_the_exact_solver_knows_whom_a_backward_waits_for():
-    """It proves an optimum that can run, and that is no worse than a named schedule."""
-    pytest.importorskip('ortools')
-    placement = Placement.loop(2)
-    problem = Problem(placement, 4, Costs.uniform(placement), (inf, inf), graph=Slicing(2)(2))
-    orders = problem.orders(in_slices('gpipe', 2, 2, 2))
-    value, _ = replay_whole(problem, orders)
-    answer = solve(problem, orders, lower_bound(problem), value, 5.0, 60.0)
-    check(problem.schedule(answer.orders, 'exact'))
-    best, _ = replay_whole(problem, answer.orders)
-    assert answer.bound == best <= simulate(in_slices('zb-h1', 2, 2, 2), problem.costs).makespan
 
 
 # ---- Slices that run again, or are elsewhere meanwhile: what is placed, and what that leaves.
@@ -346,9 +326,6 @@ def test_files_carry_what_slices_take():
     assert of_one_slice(exchanging_context(build('seq1f1b', 2, 2).graph)).techniques == ()
 
 
-# ---- Keys and values.
-
-
 def test_keys_and_values_are_held_of_all_slices():
     """From the first F of a microbatch to the last B, their gradients from its first B."""
     made = build('seq1f1b', 1, 2, num_slices=2)
@@ -361,9 +338,6 @@ def test_keys_and_values_are_held_of_all_slices():
     graph = offload(Slicing(2)(1), [0])
     assert costs.changes(graph)['O', 0, 0] == -0.5
     assert set(costs.changes(graph, 'host').values()) == {0.5, -0.5}
-
-
-# ---- The planner.
 
 
 @pytest.mark.parametrize('limit', [None, 1.5])

@@ -159,25 +159,12 @@ def test_chimera(row):
     found.append(bubble(one_way))
     assert [own if cell else '' for own, cell in zip(found, expected, strict=True)] == expected
     assert messages(whole) == messages(one_way) == 2 * m * (p - 1)
+    from_ends = [min(rank, p - 1 - rank) for rank in range(p)]
+    assert m < p or figures.held(whole) == tuple(p // 2 + 1 + rank for rank in from_ends)
 
 
 def messages(schedule: Schedule) -> int:
     return sum(isinstance(each, Send) for program in lower(schedule) for each in program)
-
-
-@pytest.mark.parametrize(('p', 'm'), [row[:2] for row in CHIMERA])
-def test_formulas_of_chimera(p, m):
-    """Shares of the makespan, as its authors give them; and that of fewer microbatches."""
-    whole = build('chimera', p, m)
-    if m < p:
-        assert bubble(whole, FUSED) == cell(2 * p - m - 2, m * 2 + 2 * p - m - 2)
-        return
-    assert float(bubble(whole, FUSED).split()[1]) == round((p - 2) / (2 * m + p - 2), 3)
-    idle = (m // p + 1) * (p - 2)
-    assert bubble(whole) == cell(idle, 3 * m + idle)
-    from_ends = [min(rank, p - 1 - rank) for rank in range(p)]
-    assert figures.held(whole) == tuple(p // 2 + 1 + rank for rank in from_ends)
-    assert held(build('chimera-doubling', p, 2 * p)) == f'{3 * p // 2 + 1}..{2 * p}'
 
 
 @pytest.mark.parametrize(

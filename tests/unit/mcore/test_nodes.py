@@ -1,4 +1,6 @@
-"""What the host has left: of files as kernels write them; and launch lines that need more."""
+"""Ranks of one node: what its host has left for their activations, and partners side by side."""
+
+from __future__ import annotations
 
 import json
 from argparse import Namespace
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zbpp import build
+from megatron_zbpp.launch import paired, rank_for
 from megatron_zbpp.mcore.job import model_shape
 from megatron_zbpp.runtime.activations import host_memory
 from megatron_zbpp.techniques.offload import offloaded
@@ -92,3 +95,36 @@ def test_of_the_ranks_of_this_node(monkeypatch):
 def test_what_is_not_known_is_not_refused(monkeypatch, args, environment):
     """Layers that are not dense, a launch line without ranks."""
     assert needed(monkeypatch, 1, args, environment) is None
+
+
+# ---- Pairs on one node, whatever the sizes.
+
+
+# world, stages, tensor, local
+SIZES = [(16, 16, 1, 8), (4, 4, 1, 2), (32, 8, 2, 8), (32, 4, 4, 8), (64, 4, 2, 8), (24, 6, 1, 4)]
+SIZES += [(8, 8, 1, 8)]
+
+
+@pytest.mark.parametrize('sizes', SIZES, ids=str)
+def test_partners_are_on_one_node(sizes):
+    world, stages, tensor, local = sizes
+    ranks = list(paired(*sizes))
+    assert sorted(ranks) == list(range(world)) and ranks[0] == 0
+    node = {rank: place // local for place, rank in enumerate(ranks)}
+    each = world // stages
+    for rank in range(world):
+        stage, own = divmod(rank, each)
+        assert node[rank] == node[(stages - 1 - stage) * each + own]
+        assert node[rank] == node[rank // tensor * tensor]
+
+
+def test_by_hand():
+    """As of the paper's pairs on two nodes: 0 to 3 with 12 to 15. An odd stage is alone."""
+    assert {*[*paired(16, 16, 1, 8)][:8]} == {0, 1, 2, 3, 12, 13, 14, 15}
+    assert list(paired(10, 5, 1, 2)) == [0, 8, 1, 9, 2, 6, 3, 7, 4, 5]
+
+
+def test_from_what_torchrun_says():
+    words = ['--pipeline-model-parallel-size', '4', '--lr', '1']
+    said = {'WORLD_SIZE': '4', 'LOCAL_WORLD_SIZE': '2'}
+    assert [rank_for(words, {'RANK': str(r), **said}) for r in range(4)] == [0, 3, 1, 2]
