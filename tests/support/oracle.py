@@ -14,7 +14,6 @@ from megatron_zbpp.ir.costs import Costs
 
 
 def legal(schedule: Schedule) -> bool:
-    """Whether the schedule may run."""
     return _complete(schedule) and _in_microbatch_order(schedule) and _always_ends(schedule)
 
 
@@ -46,7 +45,6 @@ def _in_microbatch_order(schedule: Schedule) -> bool:
 
 
 def needs(p: Pass, everything: Iterable[Pass]) -> set[Pass]:
-    """The passes of a complete schedule whose results `p` takes."""
     kind, stage, i, _ = p
     wanted = {
         F: {Pass(F, stage - 1, i)},
@@ -158,7 +156,6 @@ def spans(
 
 
 def duration(p: Pass, costs: Costs) -> float:
-    """How long a pass takes."""
     return sum(costs.times[kind][p.stage] for kind in ((B, W) if p.kind == BW else (p.kind,)))
 
 
@@ -193,7 +190,6 @@ def _may_come_next(p: Pass, todo: set[Pass], everything: frozenset[Pass]) -> boo
 
 
 def shuffled(random: Random, schedule: Schedule) -> Schedule:
-    """The same passes on the same ranks, in another order: a few swaps."""
     orders = [list(order) for order in schedule.passes]
     for _ in range(random.randint(1, 3)):
         order = random.choice(orders)
@@ -211,7 +207,6 @@ def reordered(random: Random, schedule: Schedule) -> Schedule:
 def all_orders(
     placement: Placement, num_microbatches: int, kinds: tuple[str, ...]
 ) -> Iterator[Schedule]:
-    """Every order of the passes of these kinds on every rank."""
     ranks = [
         [Pass(k, s, i) for s in placement.stages(r) for i in range(num_microbatches) for k in kinds]
         for r in range(placement.num_ranks)
