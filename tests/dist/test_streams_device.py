@@ -247,16 +247,13 @@ def test_recorded_memory_comes_back_when_the_host_knows(looks):
 
 
 def test_places():
-    """Where tensors are that are made of one on the device, and those that are not."""
+    """Of tensors made of one on the device, and of others; memory that nobody wrote is NaN."""
     x = torch.ones(2, 2, device='cuda')
     assert x.is_cuda and not x.is_cpu and x.device == torch.device('cuda', 0)
     assert all(t.is_cuda for t in (x + 1, x[0], x.t(), torch.zeros_like(x), x.new_empty(3)))
     assert torch.nn.Parameter(x).is_cuda
     assert not any(t.is_cuda for t in (torch.ones(1), x.to('cpu'), x.new_empty(3, device='cpu')))
     assert torch.empty(1, pin_memory=True).is_pinned() and not torch.empty(1).is_pinned()
-
-
-def test_memory_that_nobody_wrote_is_nan():
     with pytest.raises(RuntimeError, match='captures no CUDA graphs'):
         torch.cuda.CUDAGraph()
     assert torch.empty(3, device='cuda').isnan().all()

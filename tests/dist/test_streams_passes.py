@@ -6,9 +6,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from grids import some
 from recorded import device
 from stages import CPU, Pipeline, message_of, require_same
-from test_nccl import MODES
+from test_nccl import MODES, pipeline_on
 from torch.distributed import distributed_c10d
 from vocabulary import executor, reference, split_1f1b
 
@@ -27,9 +28,12 @@ from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques.evict import with_eviction
 
 
-def train(p, m):
-    run, stage, shard = executor(split_1f1b(p, m))
-    return made_by(run.run(), stage, shard)
+def train(p, m, mode):
+    with pipeline_on(mode) as options:
+        of_collectives = dist.new_group(backend=nccl.NAME) if mode else None
+        run, stage, shard = executor(split_1f1b(p, m), of_collectives=of_collectives, **options)
+        record = run.run()
+    return made_by(record, stage, shard)
 
 
 def made_by(record, stage, shard):
@@ -49,26 +53,10 @@ def require_right(p, m, results):
     torch.testing.assert_close(found, words, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize('p', [4, pytest.param(2, marks=pytest.mark.full)])
-def test_losses_and_gradients_are_those_of_one_process(ranks, p):
-    require_right(p, 6, ranks(p).run(train, p, 6))
-
-
-def train_on_nccl(p, m, mode):
-    with nccl.Device(**MODES[mode]) as device:
-        groups = [dist.new_group(backend=nccl.NAME) for _ in range(2)]
-        run, stage, shard = executor(split_1f1b(p, m), *groups, named=device.passing)
-        record = run.run()
-        device.synchronize()
-    return made_by(record, stage, shard)
-
-
-@pytest.mark.parametrize(
-    'mode',
-    ['both', *(pytest.param(mode, marks=pytest.mark.full) for mode in MODES if mode != 'both')],
-)
-def test_it_ends_whatever_nccl_makes_wait(ranks, mode):
-    require_right(4, 6, ranks(4).run(train_on_nccl, 4, 6, mode))
+@some('mode', [None, 'both'], *MODES)
+def test_losses_and_gradients_are_those_of_one_process(ranks, mode):
+    """On gloo, and whatever NCCL makes wait."""
+    require_right(4, 6, ranks(4).run(train, 4, 6, mode))
 
 
 def test_without_a_group_for_them_collectives_are_refused():

@@ -93,19 +93,17 @@ class Shard:
         return each[self.rank] / each.sum(0)
 
 
-def executor(schedule: Schedule, messages=None, group=None, on=CPU, **options):
-    """Return the executor of this rank, with its stage and its shard.
-
-    `messages` is the group for messages, `group` that of collectives.
-    """
+def executor(schedule: Schedule, group=None, of_collectives=None, on=CPU, **options):
+    """Return the executor of this rank, with its stage and its shard; groups are of messages and
+    of collectives."""
     rank = dist.get_rank()
     shard, hidden = Shard(rank, schedule.num_ranks, on), (message_of(on=on),)
     of_names = {HIDDEN: hidden, GRADIENT: hidden}
     options['collectives'] = Collectives(
-        group or dist.new_group(), range(schedule.num_ranks), on, of_names
+        of_collectives or dist.new_group(), range(schedule.num_ranks), on, of_names
     )
     options['actions'] = {S: shard.logits, T: shard.weight_gradient}
-    pipeline = Pipeline(schedule, messages, on=on, stage_class=Hidden, kept=False, **options)
+    pipeline = Pipeline(schedule, group, on=on, stage_class=Hidden, kept=False, **options)
     return pipeline.executor(), pipeline.stages[rank], shard
 
 

@@ -199,14 +199,11 @@ def _resize(original: Any) -> Any:
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
         if storage.device.type != 'cuda':
             return original(storage, nbytes)
-        torch.ops.recorded.resize(_whole(storage), nbytes)
+        whole = torch.empty(0, dtype=torch.uint8, device='cuda').set_(storage)
+        torch.ops.recorded.resize(whole, nbytes)
         return storage
 
     return resize_
-
-
-def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device='cuda').set_(storage)
 
 
 def launch(name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
