@@ -132,31 +132,28 @@ def spans(
     """Start and end of each pass, by correcting guesses until none is too early."""
     ranks, everything = schedule.placement.only_route, {p for _, p in schedule}
 
-    def time(p: Pass, costs: Costs) -> float:
-        return duration(p, costs) * (sizes[p.microbatch] if sizes else 1)
+    def time(p: Pass) -> float:
+        whole = sum(costs.times[kind][p.stage] for kind in ((B, W) if p.kind == BW else (p.kind,)))
+        return whole * (sizes[p.microbatch] if sizes else 1)
 
     starts, changed = dict.fromkeys(everything, 0.0), True
     while changed:
         changed = False
         for order in schedule.passes:
             for before, p in zip((None, *order), order, strict=False):
-                ready = starts[before] + time(before, costs) if before else 0.0
+                ready = starts[before] + time(before) if before else 0.0
                 for q in needs(p, everything):
                     edge = 0.0
                     if ranks[q.stage] != ranks[p.stage]:
                         there, back = dict(enumerate(costs.hops)).get(min(q.stage, p.stage), (0, 0))
                         hop = there if q.stage < p.stage else back
                         edge = costs.comm + costs.message + hop
-                    ready = max(ready, starts[q] + time(q, costs) + edge)
+                    ready = max(ready, starts[q] + time(q) + edge)
                 if ready > starts[p]:
                     starts[p], changed = ready, True
     return tuple(
-        tuple((starts[p], starts[p] + time(p, costs)) for p in order) for order in schedule.passes
+        tuple((starts[p], starts[p] + time(p)) for p in order) for order in schedule.passes
     )
-
-
-def duration(p: Pass, costs: Costs) -> float:
-    return sum(costs.times[kind][p.stage] for kind in ((B, W) if p.kind == BW else (p.kind,)))
 
 
 def random_schedule(random: Random, placement: Placement, num_microbatches: int) -> Schedule:

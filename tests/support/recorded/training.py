@@ -65,7 +65,10 @@ def recording() -> Iterator[list[Recorded]]:
         Recorded(
             None,
             {str(race): times for race, times in order.races.items()},
-            Counter((_kind(use.within), use.stream, use.kernel) for use in order.uses),
+            Counter(
+                (''.join(filter(str.isalpha, use.within)), use.stream, use.kernel)
+                for use in order.uses
+            ),
             Counter((wait.what, wait.within) for wait in order.waits),
             list(groups.operations),
             order.planned,
@@ -74,8 +77,3 @@ def recording() -> Iterator[list[Recorded]]:
             dict(order.late),
         )
     )
-
-
-def _kind(name: str) -> str:
-    """Return the letters of a pass: 2B1 is a B."""
-    return ''.join(filter(str.isalpha, name))
