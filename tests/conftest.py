@@ -24,20 +24,15 @@ settings.load_profile('no deadline')
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        '--full', action='store_true', help='run the whole grids, not only a case of each row'
-    )
-    parser.addoption(
-        '--one-case',
-        action='store_true',
-        help='run one case of each test, but all of those that look into a release: '
-        'where another release runs all cases',
-    )
-    parser.addoption(
-        '--record-support',
-        action='store_true',
-        help='write what the tests that pass show into docs/support.csv',
-    )
+    for name, words in {
+        '--full': 'run the whole grids, not only a case of each row',
+        '--one-case': 'run one case of each test, but all of those that look into a release: where '
+        'another release runs all cases',
+        '--record-support': 'write what the tests that pass show into docs/support.csv',
+        '--list-support': 'print what the tests would show',
+        '--fresh': 'make kept trainings by stock anew, too: each must leave what was kept of it',
+    }.items():
+        parser.addoption(name, action='store_true', help=words)
     parser.addoption(
         '--also',
         metavar='FLAG',
@@ -47,12 +42,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         'what keeps all bits, such as --also=--pipeline-prewarm, keeps those of every row; tests '
         'that are marked `alone` are left out',
     )
-    parser.addoption(
-        '--fresh',
-        action='store_true',
-        help='make kept trainings by stock anew, too: each must leave what was kept of it',
-    )
-    parser.addoption('--list-support', action='store_true', help='print what the tests would show')
 
 
 class Failures:

@@ -1,7 +1,6 @@
 """Every two techniques: either they run to the bit, or one table refuses the pair, everywhere."""
 
 import itertools
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -14,7 +13,6 @@ from stages import CPU, WIDTH, LinearStage, Pipeline, require_same
 from megatron_zbpp import Costs, build
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.memory import peak
-from megatron_zbpp.cli import main
 from megatron_zbpp.ir import B, F, Pass, Placement, Schedule, Task, chain
 from megatron_zbpp.runtime.channels import Message
 from megatron_zbpp.techniques import ASKED, NAMES, find
@@ -129,20 +127,6 @@ def test_refused_beside_pairs_that_run_as_one(name):
     assert not refused(asked, joins=True)
 
 
-@pytest.mark.parametrize(
-    ('schedule', 'pair', 'asked'),
-    [
-        ('po-h', ('offload', 'recompute'), ('--recompute', 'half')),
-        ('bpipe', ('evict', 'offload'), ('--offload', 'half')),
-        ('bpipe', ('evict', VOCABULARY), ('--vocab-parallel', '0.2')),
-    ],
-)
-def test_the_command_says_the_same(capsys, schedule, pair, asked):
-    sizes = ['--schedule', schedule, '--pp', '4', '--microbatches', '8']
-    assert main(['simulate', *sizes, *asked]) == 2
-    assert CLASHES[pair].reason in re.sub(r'\s+', ' ', capsys.readouterr().err)
-
-
 def test_the_docs_have_the_table():
     assert table() in DOCS.read_text()
 
@@ -246,18 +230,6 @@ def in_turn(num_stages):
     return [(stage.losses, [p.grad for p in stage.parameters()]) for stage in stages]
 
 
-def whole(num_stages):
-    """The same sequences, not sliced: gradients of each stage."""
-    stages = [LinearStage(None, stage, num_stages) for stage in range(num_stages)]
-    for microbatch in range(MICROBATCHES):
-        value = 0.1 * (microbatch + 1 + torch.arange(sum(SIZES)))[:, None].expand(-1, WIDTH)
-        for stage in stages:
-            stage.first = False
-            value = stage.forward(Pass(F, 0, microbatch), value.cumsum(0))
-        value.backward()
-    return [[p.grad for p in stage.parameters()] for stage in stages]
-
-
 def require_in_turn(schedule, results):
     expected = in_turn(schedule.num_stages)
     for found, _ in results:
@@ -268,14 +240,9 @@ def require_in_turn(schedule, results):
 
 @pytest.mark.parametrize('name', ORDERS)
 def test_slices_of_sequences(ranks, name):
-    """As the same slices in turn; and close to sequences that are not sliced."""
+    """As the same slices in turn."""
     schedule = schedule_of(ORDERS[name])
-    results, close = ranks(2).run(execute, schedule), whole(schedule.num_stages)
-    require_in_turn(schedule, results)
-    for found, _ in results:
-        for stage, (_, gradients) in found.items():
-            for gradient, other in zip(gradients, close[stage], strict=True):
-                torch.testing.assert_close(gradient, other)
+    require_in_turn(schedule, ranks(2).run(execute, schedule))
 
 
 @pytest.mark.on_ranks(1)

@@ -1,10 +1,14 @@
-"""The executor on plain torch stages: schedules that no one chose, to the bit."""
+"""The executor on plain torch stages, and its weight gradients: schedules that no one chose."""
 
+import functools
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 from unittest import mock
 
+import oracle
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,13 +16,13 @@ from grids import grid
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from programs import awaited_early
-from stages import ROWS, WIDTH, LinearStage, Pipeline, even, reference, require_same, uneven
+from stages import ROWS, WIDTH, LinearStage, Pipeline, even, require_same, uneven
 
 from megatron_zbpp import Costs, build, check
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import live
 from megatron_zbpp.analysis.program import BY_TAKER, LATE, Receive
-from megatron_zbpp.ir import BW, F, Pass, Schedule, Together, W
+from megatron_zbpp.ir import BW, F, Placement, Schedule, Together, W
 from megatron_zbpp.runtime.channels import Channels
 from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.executor import Executor
@@ -30,6 +34,9 @@ from megatron_zbpp.techniques.recompute import recomputed
 
 def execute(schedule: Schedule, separate=False, rows=even, receives=LATE):
     """Runs `schedule` on each rank: losses and gradients by stage, passes and what was held."""
+    if separate:  # as Megatron makes groups: ranks are in different numbers of them before
+        for members in ([0, schedule.num_ranks - 1], [1], [1]):
+            dist.new_group(members)
     programs = lower(schedule, receives)
     pipeline = Pipeline(schedule, rows=rows, programs=programs, separate=separate, kept=False)
     record = pipeline.run()
@@ -53,17 +60,16 @@ def check_run(ranks, schedule, separate=False, rows=even):
         assert tuple(passes) == order and held[-1] == 0
 
 
-@pytest.mark.parametrize('m', [1, 2, 5, 8])
-@pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v'])
-@pytest.mark.parametrize('p', [2, 4])
-def test_gradients_to_the_bit(ranks, p, name, m):
-    check_run(ranks, build(name, p, m))
-
-
-@pytest.mark.parametrize('separate', [False, True])
-@pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v', 'interleaved'])
-def test_messages_of_any_shape(ranks, name, separate):
-    check_run(ranks, build(name, 4, 7), separate, uneven)
+@grid(
+    name=('1f1b', 'zb-h1', 'zb-v', 'interleaved'),
+    p=(4, 2),
+    m=(7, 1, 2, 8),
+    separate=(False, True),
+    rows=(uneven, even, even, uneven),
+)
+def test_gradients_to_the_bit(ranks, name, p, m, separate, rows):
+    """With messages of any shape, and a group for each direction, as NCCL needs: here on gloo."""
+    check_run(ranks, build(name, p, m), separate, rows)
 
 
 def shapes_awaited(schedule, receives):
@@ -129,62 +135,17 @@ def test_what_is_one_pass_runs_whole(ranks, name):
     check_run(ranks, schedule)
 
 
-def uneven_groups():
-    """As Megatron makes them: ranks are in different numbers of groups before."""
-    for members in ([0, 3], [1], [1, 2]):
-        dist.new_group(members)
-
-
-def test_a_group_for_each_direction(ranks):
-    """What NCCL needs, here on gloo."""
-    ranks(4).run(uneven_groups)
-    check_run(ranks, build('zb-v', 4, 5), separate=True)
-    check_run(ranks, build('zb-h1', 4, 5), separate=True)
-
-
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data())
-def test_any_valid_order(ranks, data):
-    """Shuffled schedules: whatever the checker accepts runs, and gives the same bits.
-
-    Also where each microbatch has a shape of its own.
-    """
-    schedule = build(data.draw(st.sampled_from(['zb-h1', 'zb-v'])), 2, data.draw(st.integers(1, 5)))
-    orders = [list(order) for order in schedule.passes]
-    for _ in range(data.draw(st.integers(0, 12))):
-        order = data.draw(st.sampled_from(orders))
-        at = data.draw(st.integers(0, len(order) - 2))
-        order[at], order[at + 1] = order[at + 1], order[at]
-        try:
-            check(Schedule.of('shuffled', schedule.placement, schedule.num_microbatches, orders))
-        except ValueError:  # not valid: take it back
-            order[at], order[at + 1] = order[at + 1], order[at]
-    if data.draw(st.booleans()):  # fuse what can be: W right behind its B
-        orders = [_fused(order) for order in orders]
-    shuffled = Schedule.of('shuffled', schedule.placement, schedule.num_microbatches, orders)
-    check_run(ranks, shuffled, rows=data.draw(st.sampled_from([even, uneven])))
-
-
-def _fused(order):
-    """`order` with every B that its own W follows at once as one BW."""
-    fused: list[Pass] = []
-    for p in order:
-        if p.kind == 'W' and fused[-1] == p._replace(kind='B'):
-            fused[-1] = p._replace(kind='BW')
-        else:
-            fused.append(p)
-    return fused
-
-
-@pytest.mark.parametrize('name', ['1f1b', 'zb-v'])
-@pytest.mark.on_ranks(2)
-def test_forward_only(name):
-    pipeline = Pipeline(build(name, 2, 4).forward_only(), kept=False)
-    with torch.no_grad():
-        record = pipeline.executor().run()
-    losses, _ = reference(pipeline.schedule.num_stages, 4, train=False)
-    assert all(stage.losses == losses for stage in pipeline.stages.values() if stage.last)
-    assert not any(record.live), 'evaluation keeps no activations'
+@given(
+    seed=st.integers(0, 2**32),
+    placement=st.sampled_from([Placement.loop(2), Placement.v(2)]),
+    m=st.integers(1, 5),
+    rows=st.sampled_from([even, uneven]),
+)
+def test_any_valid_order(ranks, seed, placement, m, rows):
+    """Whatever the checker accepts runs, and gives the same bits; also of microbatches that have
+    shapes of their own."""
+    check_run(ranks, oracle.random_schedule(Random(seed), placement, m), rows=rows)
 
 
 def test_each_pass_lets_go(ranks):
@@ -290,3 +251,102 @@ def test_passes_of_one_microbatch_run_one_after_the_other(ranks):
     results = ranks(2).run(overlap, schedule, True)
     require_same(schedule, (made for _, made, _, _ in results))
     assert all(cells == [] == record.joined for cells, _, record, _ in results)
+
+
+# ---- The store of weight gradients: as autograd would have accumulated them.
+
+
+@contextmanager
+def backward(store, microbatch=0):
+    """Of a stage and a microbatch, in which layers defer."""
+    store.open((0, microbatch))
+    with store.scope((0, microbatch)):
+        yield
+
+
+def test_gradients_arrive_through_autograd():
+    """Hooks on the parameter see a gradient at W, not before; it accumulates."""
+    store, weight = WeightGradStore(), torch.nn.Parameter(torch.zeros(2))
+    seen = []
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    for microbatch in range(2):
+        with backward(store, microbatch):
+            assert store.deferring
+            store.defer([weight], lambda k=microbatch: [torch.full((2,), k + 1.0)])
+        assert not store.deferring
+    assert store.pending == 2 and weight.grad is None and not seen
+    store.run((0, 0))
+    assert weight.grad.tolist() == [1, 1] and store.pending == 1
+    store.run((0, 1))
+    assert weight.grad.tolist() == [3, 3] and len(seen) == 2 and not store.pending
+
+
+def test_shared_parameter_accumulates_once():
+    """Two uses in one microbatch add up first, as in one backward."""
+    store, weight = WeightGradStore(), torch.nn.Parameter(torch.zeros(1))
+    hooks = []
+    weight.register_post_accumulate_grad_hook(lambda p: hooks.append(p.grad.item()))
+    with backward(store):
+        store.defer([weight], lambda: [torch.ones(1)])
+        store.defer([weight], lambda: [torch.full((1,), 2.0)])
+    store.run((0, 0))
+    assert hooks == [3.0]
+
+
+def test_communication_starts_one_layer_ahead():
+    """And of what waits, several layers' shares of one tensor count once."""
+    store = WeightGradStore()
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    events, shared = [], torch.zeros(10)
+
+    def compute(layer):
+        events.append(f'compute {layer}')
+        return [torch.ones(1)]
+
+    with backward(store):
+        for layer, weight in enumerate(weights):
+            start = None if layer == 1 else lambda layer=layer: events.append(f'start {layer}')
+            held = [shared[layer:], torch.zeros(layer)]
+            run = functools.partial(compute, layer)
+            store.defer([weight], run, functools.partial(iter, held), start)
+    assert store.held((0, 0)) == 4 * (10 + 0 + 1 + 2)
+    store.run((0, 0))
+    assert events == ['start 0', 'compute 0', 'start 2', 'compute 1', 'compute 2']
+
+
+def test_stage_without_deferred_layers_and_clear():
+    store = WeightGradStore()
+    store.open((0, 0))
+    store.run((0, 0))
+    store.open((0, 1))
+    store.clear()
+    assert not store.pending
+
+
+def test_gradients_that_are_left_out():
+    """The others arrive as ever; hooks are called for all, with a gradient where they want one."""
+
+    def dropped(parameter, fused):
+        assert not fused
+        return torch.zeros_like(parameter)
+
+    for shown in (False, True):
+        store = WeightGradStore()
+        weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+        store.left_out = lambda key, count: {1} if key == (0, 1) and count == 3 else ()
+        store.dropped, called = dropped if shown else None, []
+        accumulators = [w.expand_as(w).grad_fn.next_functions[0][0] for w in weights]
+        for weight, accumulator in zip(weights, accumulators, strict=True):
+            # as DistributedDataParallel sees them, which takes what is in `.grad` each time
+            def hook(*_, weight=weight, called=called):
+                called.append(None if weight.grad is None else weight.grad.tolist())
+                weight.grad = None
+
+            accumulator.register_hook(hook)
+        for microbatch in range(3):
+            with backward(store, microbatch):
+                for weight in weights:
+                    store.defer([weight], lambda k=microbatch: [torch.full((2,), k + 1.0)])
+            store.run((0, microbatch))
+        nothing = [0, 0] if shown else None
+        assert called == [[1, 1]] * 3 + [[2, 2], nothing, [2, 2]] + [[3, 3]] * 3

@@ -4,14 +4,13 @@ import re
 import sys
 
 import pytest
-from held_layers import layers_of_ranks
+from figures import layers_of_ranks
 
-from megatron_zbpp import Costs, build, check, load, simulate
+from megatron_zbpp import Costs, build, simulate
 from megatron_zbpp.guests import auto_plan, background_search
 from megatron_zbpp.guests.auto_plan import AutoPlan, Repartition, fit_layers_to_run
 from megatron_zbpp.guests.base import ModelLayers
 from megatron_zbpp.guests.measurements import Measured
-from megatron_zbpp.ir.formats import load_plan
 
 SCHEDULE = build('zb-h1', 4, 8)
 EVEN = 'Ett|tt|tt|ttL'
@@ -84,18 +83,6 @@ def settled(monkeypatch, costs, schedule=SCHEDULE, layout=EVEN, **changes):
     return said
 
 
-def test_a_better_partition_is_written(monkeypatch):
-    (said,) = settled(monkeypatch, HEAVY)
-    named = re.search(r'--pipeline-schedule-file (\S+)$', said)
-    assert named, said
-    plan = load(named[1])
-    check(plan)
-    assert load_plan(named[1]).layout.replace('|', '') == EVEN.replace('|', '')
-    assert '% faster' in said and 'layers do not move while a run lasts' in said
-    faster = float(re.search(r'would be ([\d.]+)% faster', said)[1])
-    assert faster > 10
-
-
 def test_a_limit_of_the_user_is_kept(monkeypatch):
     (said,) = settled(monkeypatch, HEAVY, memory_limit=4.0)
     assert float(re.search(r'it holds ([\d.]+) activations', said)[1]) <= 4
@@ -112,26 +99,14 @@ def test_nothing_is_looked_for_without_a_layout(monkeypatch):
     assert settled(monkeypatch, HEAVY, layout=None) == []
 
 
-@pytest.mark.parametrize(
-    ('program', 'seconds', 'words'),
-    [
-        ('import sys; sys.exit(3)', 30, 'no other partition'),
-        (
-            'import time; time.sleep(60)',
-            0.02,
-            'search for a partition did not answer within 0 s and was ended',
-        ),
-    ],
-    ids=['fails', 'hangs'],
-)
-def test_a_search_that_fails(monkeypatch, program, seconds, words):
-    monkeypatch.setattr(background_search, 'COMMAND', (sys.executable, '-c', program))
+def test_a_search_that_fails(monkeypatch):
+    command = sys.executable, '-c', 'import sys; sys.exit(3)'
+    monkeypatch.setattr(background_search, 'COMMAND', command)
     said = []
     measured_run = fit_layers_to_run(EVEN, SCHEDULE, HEAVY, 'makespan')
-    search = Repartition.start(measured_run, 8, None, seconds, 'makespan', said.append)
+    search = Repartition.start(measured_run, 8, None, 30, 'makespan', said.append)
     while not search.finished():
         pass
-    assert words in said[0]
     assert said[-1] == 'auto: no other partition of the layers was found, see above'
 
 

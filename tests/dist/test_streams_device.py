@@ -247,32 +247,14 @@ def test_recorded_memory_comes_back_when_the_host_knows(looks):
 
 
 def test_places():
-    """Where tensors are that are made of one on the device, and those that are not."""
+    """Of tensors made of one on the device, and of others; memory that nobody wrote is NaN."""
     x = torch.ones(2, 2, device='cuda')
     assert x.is_cuda and not x.is_cpu and x.device == torch.device('cuda', 0)
     assert all(t.is_cuda for t in (x + 1, x[0], x.t(), torch.zeros_like(x), x.new_empty(3)))
     assert torch.nn.Parameter(x).is_cuda
     assert not any(t.is_cuda for t in (torch.ones(1), x.to('cpu'), x.new_empty(3, device='cpu')))
     assert torch.empty(1, pin_memory=True).is_pinned() and not torch.empty(1).is_pinned()
-
-
-def test_bits_are_the_cpus():
-    """And memory that nobody wrote is NaN."""
-    found = []
-    for on in ('cuda', 'cpu'):
-        torch.manual_seed(1)
-        x = torch.randn(8, 6).to(on).requires_grad_()
-        y = torch.nn.functional.layer_norm(x, (6,)).t() @ x.softmax(-1)[:, :4]
-        index = torch.tensor([2, 0], device=on)
-        z = torch.cat([y[index], y.index_select(0, index)]).to(torch.bfloat16).float()
-        z.sort().values.square().sum().backward()
-        with torch.no_grad():
-            torch._foreach_add_([x], [x.grad])
-            x.clamp_(min=0).masked_fill_(x > 1, -1.0)
-        found.append([t.detach().cpu() for t in (x, x.grad, z, *torch.topk(x, 2))])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     with pytest.raises(RuntimeError, match='captures no CUDA graphs'):
         torch.cuda.CUDAGraph()
-    fresh = torch.empty(3, device='cuda')
-    assert fresh.is_cuda and fresh.device.type == 'cuda' and fresh.isnan().all()
+    assert torch.empty(3, device='cuda').isnan().all()
     assert str(torch.empty(2, device='cuda').type()) == 'torch.cuda.FloatTensor'

@@ -1,27 +1,24 @@
 """Passes with collectives, and passes on recorded streams: whoever takes something waits for it."""
 
 import functools
-from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from programs import pairs
+from grids import some
 from recorded import device
-from stages import Pipeline, message_of, require_same
-from test_nccl import MODES
+from stages import CPU, Pipeline, message_of, require_same
+from test_nccl import MODES, pipeline_on
 from torch.distributed import distributed_c10d
-from vocabulary import CPU, executor, reference, split_1f1b
+from vocabulary import executor, reference, split_1f1b
 
 from devtools import nccl
 from megatron_zbpp import Costs
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.program import Exchange
 from megatron_zbpp.ir import Pass
-from megatron_zbpp.runtime import collectives
-from megatron_zbpp.runtime.activations.copies import Partner
-from megatron_zbpp.runtime.channels import Channels, Message
+from megatron_zbpp.runtime.channels import Message
 from megatron_zbpp.runtime.clock import HostClock, clock_for
 from megatron_zbpp.runtime.collectives import Collectives
 from megatron_zbpp.runtime.executor import Executor
@@ -31,9 +28,12 @@ from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques.evict import with_eviction
 
 
-def train(p, m):
-    run, stage, shard = executor(split_1f1b(p, m))
-    return made_by(run.run(), stage, shard)
+def train(p, m, mode):
+    with pipeline_on(mode) as options:
+        of_collectives = dist.new_group(backend=nccl.NAME) if mode else None
+        run, stage, shard = executor(split_1f1b(p, m), of_collectives=of_collectives, **options)
+        record = run.run()
+    return made_by(record, stage, shard)
 
 
 def made_by(record, stage, shard):
@@ -53,28 +53,10 @@ def require_right(p, m, results):
     torch.testing.assert_close(found, words, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize('p', [4, pytest.param(2, marks=pytest.mark.full)])
-def test_losses_and_gradients_are_those_of_one_process(ranks, p):
-    require_right(p, 6, ranks(p).run(train, p, 6))
-
-
-def train_on_nccl(p, m, mode):
-    with nccl.Device(**MODES[mode]) as device:
-        schedule = split_1f1b(p, m)
-        pipeline, group = (dist.new_group(backend=nccl.NAME) for _ in range(2))
-        channels = Channels(pipeline, pairs(lower(schedule)), CPU)
-        run, stage, shard = executor(schedule, channels, group, named=device.passing)
-        record = run.run()
-        device.synchronize()
-    return made_by(record, stage, shard)
-
-
-@pytest.mark.parametrize(
-    'mode',
-    ['both', *(pytest.param(mode, marks=pytest.mark.full) for mode in MODES if mode != 'both')],
-)
-def test_it_ends_whatever_nccl_makes_wait(ranks, mode):
-    require_right(4, 6, ranks(4).run(train_on_nccl, 4, 6, mode))
+@some('mode', [None, 'both'], *MODES)
+def test_losses_and_gradients_are_those_of_one_process(ranks, mode):
+    """On gloo, and whatever NCCL makes wait."""
+    require_right(4, 6, ranks(4).run(train, 4, 6, mode))
 
 
 def test_without_a_group_for_them_collectives_are_refused():
@@ -139,12 +121,6 @@ MICROBATCHES = 5
 ON = torch.device('cuda', 0)
 
 
-def by_the_host(self, transfer):
-    """As `Partner.wait`, whose stream waits, and not the host."""
-    for work in transfer.works:
-        work.wait_for_data()
-
-
 def ending_groups(function):
     """With too many threads, ranks start anew."""
 
@@ -161,24 +137,19 @@ def ending_groups(function):
 
 
 @ending_groups
-def execute(schedule, backend, waits_for_partner=True):
+def execute(schedule, backend):
     """On each rank: what waited, races, the same after figures were asked for, and gradients."""
     group, clock = dist.new_group(backend=backend), clock_for(ON, counting=True)
     pipeline = Pipeline(schedule, group, on=ON, clock=clock, named=device.within)
     executor = pipeline.executor()
-    broken = mock.patch.object(Partner, 'wait', by_the_host)
-    with nullcontext() if waits_for_partner else broken, device.recording() as passes:
+    with device.recording() as passes:
         record = executor.run()
     assert any(pipeline.moved.values()) == moves(pipeline.programs[pipeline.rank])
     with device.recording() as figures:
         iteration = Iteration(schedule, group, record, clock)
-        assert iteration.held() and not device.look(figures).waits
+        assert iteration.held() and not device.waits(figures)
         assert len(iteration.spans()) == len(record.passes)
-    return waits(passes), [*map(str, passes.races)], waits(figures), pipeline.made
-
-
-def waits(order):
-    return [f'{wait.what} in {wait.within or None}' for wait in order.waits]
+    return device.waits(passes), [*map(str, passes.races)], device.waits(figures), pipeline.made
 
 
 def moves(program):
@@ -187,7 +158,6 @@ def moves(program):
 
 
 def with_partner():
-    """On two ranks: activations of the first go to the second, and come back."""
     schedule = build('zb-h2', 2, MICROBATCHES)
     costs = Costs.uniform(schedule.placement)
     return with_eviction(schedule, range(2), costs, limits=[2.0, 2 * MICROBATCHES])
@@ -204,13 +174,6 @@ def test_nothing_waits(cuda_ranks, name):
     require_same(schedule, (made for *_, made in results))
 
 
-def test_transfers_that_nobody_waits_for(cuda_ranks):
-    """A seeded race."""
-    results = cuda_ranks(2).run(execute, with_partner(), 'nccl', False)
-    said = [race for _, races, *_ in results for race in races]
-    assert any('does not wait for recv on stream' in race for race in said)
-
-
 def test_messages_that_go_by_way_of_the_host(cuda_ranks):
     """Ranks that share a GPU talk over gloo: only the copies wait, and not in a pass."""
     schedule = build('zb-v', 2, MICROBATCHES)
@@ -222,27 +185,18 @@ def test_messages_that_go_by_way_of_the_host(cuda_ranks):
 
 
 @ending_groups
-def collect(waiting):
+def collect():
     """Return what waited in which pass, races, and what was made."""
-    schedule = split_1f1b(2, MICROBATCHES)
-    pipeline, group = (dist.new_group(backend='nccl') for _ in range(2))
-    channels = Channels(pipeline, pairs(lower(schedule)), ON)
-    run, stage, shard = executor(
-        *(schedule, channels, group, ON, clock_for(ON, counting=True)), named=device.within
-    )
-    blind = mock.patch.object(collectives, '_arrived', lambda found, *_: found)
-    with nullcontext() if waiting else blind, device.recording() as order:
+    groups = [dist.new_group(backend='nccl') for _ in range(2)]
+    options = {'clock': clock_for(ON, counting=True), 'named': device.within}
+    run, stage, shard = executor(split_1f1b(2, MICROBATCHES), *groups, ON, **options)
+    with device.recording() as order:
         record = run.run()
     assert not run._collectives._open
-    return waits(order), [*map(str, order.races)], made_by(record, stage, shard)
+    return device.waits(order), [*map(str, order.races)], made_by(record, stage, shard)
 
 
 def test_passes_wait_for_the_result_alone(cuda_ranks):
-    results = cuda_ranks(2).run(collect, True)
+    results = cuda_ranks(2).run(collect)
     assert all(waited == races == [] for waited, races, _ in results)
     require_right(2, MICROBATCHES, [made for *_, made in results])
-
-
-def test_a_result_that_nobody_waits_for_is_a_race(cuda_ranks):
-    """So that the test above can fail."""
-    assert all(races for _, races, _ in cuda_ranks(2).run(collect, False))

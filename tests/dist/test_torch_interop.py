@@ -23,18 +23,17 @@ RANKS = (2, 4)
 
 
 def stage_module(stage: int) -> torch.nn.Module:
-    generator = torch.Generator().manual_seed(stage)
-    layer = torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / WIDTH**0.5)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(stage)
+        layer = torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
     return torch.nn.Sequential(layer, torch.nn.Tanh())
 
 
 def batch(num_microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(99)
-    shape = (num_microbatches * ROWS, WIDTH)
-    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    return torch.randn(
+        2, num_microbatches * ROWS, WIDTH, generator=generator, dtype=torch.float64
+    ).unbind()
 
 
 def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

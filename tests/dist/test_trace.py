@@ -7,7 +7,7 @@ from statistics import fmean
 import pytest
 import torch
 import torch.distributed as dist
-from timed import ShiftedClock, TimedPipeline
+from stages import ShiftedClock, TimedPipeline
 from vocabulary import executor, split_1f1b
 
 from megatron_zbpp import Costs, Pass, build

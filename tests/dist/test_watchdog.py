@@ -166,12 +166,14 @@ def test_no_false_alarm(ended, case):
     assert not any('pipeline watchdog' in rank['said'] for rank in ended[case])
 
 
-AT_ITS_END = """
+ALONE = """
 import atexit, sys, time
 import torch.distributed as dist
 from megatron_zbpp.runtime.guard.watchdog import Watchdog
 
 dist.init_process_group('gloo', f'file://{sys.argv[1]}', rank=0, world_size=1)
+"""
+AT_ITS_END = """
 atexit.register(time.sleep, 500)
 with Watchdog(2).collective('some barrier'):
     raise ValueError('what failed')
@@ -180,21 +182,16 @@ with Watchdog(2).collective('some barrier'):
 
 def test_hanging_while_python_ends(tmp_path):
     """Where 3.12 and later begin no thread."""
-    command = [sys.executable, '-c', AT_ITS_END, tmp_path / 'met']
+    command = [sys.executable, '-c', ALONE + AT_ITS_END, tmp_path / 'met']
     done = run(command, env={'PYTHONPATH': str(ROOT)})
     assert done.returncode == EXIT_CODE, done.stderr
     assert 'ended after its failure' in done.stderr
 
 
 PAUSING = """
-import sys, time
-import torch.distributed as dist
-from megatron_zbpp.runtime.guard.watchdog import Watchdog
-
 def save():
     time.sleep(100 if watchdog._pause_timeout else 4)
 
-dist.init_process_group('gloo', f'file://{sys.argv[1]}', rank=0, world_size=1)
 watchdog = Watchdog(3, float(sys.argv[2]))
 with watchdog.collective('some step'):
     pass
@@ -205,7 +202,7 @@ save()
 @pytest.mark.parametrize('limit', [2, 0])
 def test_pause(tmp_path, limit):
     """What comes after a step may last longer than a step, and not for ever."""
-    command = [sys.executable, '-c', PAUSING, tmp_path / 'met', limit]
+    command = [sys.executable, '-c', ALONE + PAUSING, tmp_path / 'met', limit]
     done = run(command, env={'PYTHONPATH': str(ROOT)})
     if not limit:
         assert (done.returncode, done.stderr) == (0, '')

@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from figures import layers_of_ranks
 from grids import some
-from held_layers import layers_of_ranks
 from nvidia import needs_training, run, since
 from supported import supports
 

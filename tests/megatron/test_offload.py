@@ -151,8 +151,8 @@ def evicting(schedule, job):
 
 
 # two ranks hold no more than the bound by themselves; where forwards run again, what goes to the
-# partner is their input, of which the first stage has none (tests/dist/test_partners.py has six
-# ranks, of which the second evicts, too)
+# partner is their input, of which the first stage has none (tests/dist/test_activations_leave.py
+# has six ranks, of which the second evicts, too)
 SIZES = {'2': {'pp': 2, 'moves': False}, '4': {}}
 # and with dropout what its forward saves for that
 DROPOUT = {'0.0': {'dropout': 0.0, 'moves': False}, '0.1': {'dropout': 0.1}}

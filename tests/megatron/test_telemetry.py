@@ -17,8 +17,8 @@ import torch.distributed as dist
 import wheels
 from models import Job, train
 from ranks import Pool, Ranks
+from stages import TimedPipeline
 from supported import absent, supports
-from timed import TimedPipeline
 
 from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.schedules import build

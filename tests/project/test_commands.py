@@ -22,6 +22,7 @@ from grids import beside_another
 from paths import ROOT
 from ranks import RankError
 
+pytest_plugins = ['pytester']
 both = pytest.mark.parametrize('run', [commands.run, forked.run], ids=['new', 'forked'])
 
 # a child in a session of its own, as torchrun's ranks are
@@ -127,39 +128,36 @@ def collected(*arguments: str) -> set[str]:
     return {line for line in done.stdout.splitlines() if '::' in line}
 
 
-class Item(SimpleNamespace):
-    __hash__ = object.__hash__
+CASES = """
+import pytest
+
+two = pytest.mark.parametrize('name', ['first', 'second'])
+skipped = pytest.param('skipped', marks=pytest.mark.skipif(True, reason='of another release'))
+
+@two
+def test_a(name): ...
+
+@pytest.mark.parametrize('name', [skipped, 'runs', 'runs too'])
+def test_b(name): ...
+
+def test_c(): ...
+
+@pytest.mark.each_release
+@two
+def test_differs(name): ...
+
+@pytest.mark.one_release
+@two
+def test_takes_long(name): ...
+"""
 
 
-def case(test, name, *marks, skipped=False):
-    """An item with `marks`, as pytest collects it."""
-    found = {each: (SimpleNamespace(args=()),) for each in marks}
-    found['skipif'] = (SimpleNamespace(args=(skipped,)),)
-    return Item(
-        nodeid=f'{test}[{name}]' if name else test,
-        get_closest_marker=lambda mark: next(iter(found.get(mark, ())), None),
-        iter_markers=lambda mark: iter(found.get(mark, ())),
-    )
-
-
-def test_one_case_of_each_test():
+def test_one_case_of_each_test(pytester):
     """The first that runs here: it is not lost where a mark skips those before it."""
-    items = [
-        case('a', 'dense-zb-v'),
-        case('a', 'experts-zb-v'),
-        case('b', 'needs a release', skipped=True),
-        case('b', 'any release'),
-        case('b', 'any other'),
-        case('c', ''),
-        case('differs', '1', 'each_release'),
-        case('differs', '2', 'each_release'),
-        case('takes long', '1', 'one_release'),
-        case('takes long, too', '', 'one_release'),
-    ]
+    items = pytester.getitems(CASES)
     left_out = beside_another(items)
-    kept = [item.nodeid for item in items if item not in left_out]
-    shown = ['a[dense-zb-v]', 'b[needs a release]', 'b[any release]', 'c']
-    assert kept == [*shown, 'differs[1]', 'differs[2]']
+    kept = [item.name.removeprefix('test_') for item in items if item not in left_out]
+    assert kept == ['a[first]', 'b[skipped]', 'b[runs]', 'c', 'differs[first]', 'differs[second]']
 
 
 def test_one_case_is_asked_for():

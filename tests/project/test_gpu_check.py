@@ -18,6 +18,10 @@ SCRIPT = ROOT / 'scripts' / 'gpu_check.sh'
 # stands for the interpreter: writes down what it is to run; a virtual environment has it, too
 PYTHON = Path(__file__).with_name('stand_in_python.sh').read_text()
 KERNELS = ('torch', 'flash', 'cuDNN', 'unfused')
+# not what the caller of the tests has set, as .ci/run sets PYTHON
+UNSET = dict.fromkeys(
+    ('WHEELS', 'PIP_FIND_LINKS', 'TESTS', 'NO_VENV', 'REHEARSE', 'STAGES', 'LIMIT'), ''
+)
 
 
 @pytest.fixture
@@ -30,10 +34,7 @@ def check(tmp_path):
             (tmp_path / name).chmod(0o755)
         env = {'PATH': f'{tmp_path}{os.pathsep}{os.environ["PATH"]}', 'TE': te, 'FAILS': fails}
         env |= {name: str(tmp_path / name.lower()) for name in ('RESULTS', 'VENV', 'CALLS')}
-        # not what the caller of the tests has set, as .ci/run sets PYTHON
-        env |= {'PYTHON': 'python3', 'WHEELS': '', 'PIP_FIND_LINKS': '', 'TESTS': ''}
-        env |= dict.fromkeys(('NO_VENV', 'REHEARSE', 'STAGES', 'LIMIT'), '')
-        env |= {'LACKS': 'nothing', 'HANGS': 'nothing', **more}
+        env |= UNSET | {'PYTHON': 'python3', 'LACKS': 'nothing', 'HANGS': 'nothing', **more}
         done = run(['bash', SCRIPT], env=env)
         calls = tmp_path / 'calls'
         ran = calls.read_text().splitlines() if calls.exists() else []
@@ -140,11 +141,9 @@ LONG = ('nccl', 'slices', 'shards')
     [pytest.param(stage, marks=pytest.mark.full if stage in LONG else ()) for stage in REHEARSED],
 )
 def test_rehearsal(tmp_path, stage):
-    """Each stage with what stands in for the card: gloo among two ranks, the CPU."""
-    env = {'REHEARSE': '1', 'NO_VENV': '1', 'PYTHON': sys.executable, 'WHEELS': '', 'TESTS': ''}
-    env |= {'RESULTS': str(tmp_path / 'results'), 'VENV': str(tmp_path / 'venv'), 'LIMIT': ''}
+    env = UNSET | {name: str(tmp_path / name.lower()) for name in ('RESULTS', 'VENV')}
+    env |= {'REHEARSE': '1', 'NO_VENV': '1', 'PYTHON': sys.executable, 'STAGES': stage}
     words = '--models tiny --warm-up 1 --iterations 2 --predict-ranks 2 --schedules zb-v'.split()
-    env |= {'STAGES': stage, 'PIP_FIND_LINKS': ''}
     done = run(['bash', SCRIPT, *words], timeout=900, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     (report,) = (tmp_path / 'results').glob('*.md')

@@ -39,7 +39,6 @@ def loaded(line: str) -> set[str]:
 
 
 def rooms(modules: set[str]) -> set[str]:
-    """Return the rooms that modules lie in."""
     return {name.partition('.')[0] for name in modules}
 
 
@@ -65,7 +64,6 @@ GUESTS = {'', 'base'}
 
 
 def guests(modules: set[str]) -> set[str]:
-    """Return the modules and folders of guests."""
     return {f'{name}.'.split('.')[1] for name in modules if name.partition('.')[0] == 'guests'}
 
 
@@ -117,7 +115,6 @@ FOLDERS = {'sliced': 'slices', 'split_vocabulary': 'vocabulary', 'updating': 'up
 
 
 def families(modules: set[str]) -> set[str]:
-    """Return the modules of orders, and the tables, but not what several of them share."""
     orders = {row.order.partition(':')[0] for row in registry.own_families(every=True)}
     return {name.removeprefix('schedules.') for name in modules} & (orders | TABLES)
 

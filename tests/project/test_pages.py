@@ -44,7 +44,6 @@ def test_readme_is_short():
 
 @pytest.mark.parametrize('page', pages.PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    """To pages, and to headings of pages."""
     for link in LINK.findall(page.read_text()):
         made = link == docs_gallery.PLANNER  # made while the site is built
         assert made or link.startswith('https://') or (page.parent / link).exists(), link
@@ -152,7 +151,6 @@ def test_the_gallery_has_every_family():
 
 
 def words(page: str) -> str:
-    """The text of a page in one line."""
     return ' '.join((DOCS / f'{page}.md').read_text().split())
 
 
@@ -279,7 +277,6 @@ def test_few_microbatches():
 
 
 def with_shards(capsys, name, microbatches, share=None):
-    """Makespan, bubble and peak of a schedule on 8 ranks."""
     words = ['simulate', '--schedule', name, '--pp', '8', '--microbatches', str(microbatches)]
     assert main([*words, *(['--vocab-parallel', str(share)] if share else []), '--json']) == 0
     found = json.loads(capsys.readouterr().out)

@@ -85,12 +85,6 @@ def test_what_orders(records, said):
     assert races(*records) == [said][: bool(said)]
 
 
-@pytest.mark.parametrize(('asked', 'waits'), [(SYNCHRONIZE, ['synchronize']), (QUERY, [])])
-def test_a_query_is_no_wait(asked, waits):
-    found = order([Kind.RECORD, 1, EVENT, Kind.HOST_EVENT, EVENT, asked, LAUNCHER])
-    assert [wait.what for wait in found.waits] == waits
-
-
 FREE = [Kind.FREE, BLOCK, LAUNCHER]
 
 
@@ -113,35 +107,11 @@ def test_memory_that_is_freed(before, after, found):
     assert said == [f'{freed}, though first on stream 1 in no pass may use it still'][:found]
 
 
-@pytest.mark.parametrize(
-    ('looked', 'held'), [([], 24), ([Kind.HOST_STREAM, 1, SYNCHRONIZE, LAUNCHER], 16)]
-)
-def test_peak_bytes(looked, held):
-    """What another stream has recorded comes back once the host knows that this is done."""
-    recorded = [*kernel(FIRST, 1, READS), Kind.RECORD_STREAM, BLOCK, 1]
-    found = order(recorded, FREE, looked, [Kind.ALLOCATE, 8, 16, 0])
-    assert (found.planned, found.held) == (16, held)
-
-
 @pytest.mark.parametrize('owner', [HOST, REGISTERED])
 def test_page_locked_memory_is_not_of_the_device(owner):
     allocated = [Kind.ALLOCATE, 9, 100, owner, Kind.ALLOCATE, 10, 200, owner]
     found = order(allocated, [Kind.FREE, 9, LAUNCHER])
     assert (found.planned, found.page_locked, found.locked) == (8, [100, 200], {10: 200})
-
-
-@pytest.mark.parametrize(
-    ('owner', 'waited', 'found'),
-    [
-        (REGISTERED, [], 1),
-        (REGISTERED, [Kind.HOST_STREAM, 1, SYNCHRONIZE, LAUNCHER], 0),
-        (HOST, [], 0),  # torch's waits for its copies
-    ],
-)
-def test_memory_of_the_host_that_is_freed(owner, waited, found):
-    allocated, freed = [Kind.ALLOCATE, 9, 8, owner], [Kind.FREE, 9, LAUNCHER]
-    said = races(allocated, kernel(FIRST, 1, WRITES, block=9), waited, freed)
-    assert len(said) == found and all('free for unlock on the host' in each for each in said)
 
 
 def operations(*names, thread=1, pair=(), nbytes=8, by_peer=()):

@@ -49,7 +49,6 @@ class Page:
             self.call(f'{domain}.enable')
 
     def call(self, method: str, **params) -> dict:
-        """The result of one DevTools command."""
         self._ids += 1
         message = {'id': self._ids, 'method': method, 'params': params}
         if self._session:
@@ -63,13 +62,11 @@ class Page:
             self.events.append(answer)
 
     def open(self, path: Path) -> None:
-        """Loads a file and waits until it has."""
         self.call('Page.navigate', url=path.as_uri())
         while self.evaluate('document.readyState') != 'complete':
             time.sleep(0.05)
 
     def evaluate(self, expression: str):
-        """The value of a JavaScript expression."""
         result = self.call('Runtime.evaluate', expression=expression, returnByValue=True)
         assert 'exceptionDetails' not in result, result
         return result['result'].get('value')
@@ -86,7 +83,6 @@ class Page:
         return documents == ['Document'] and not [e for e in self.events if e['method'] in noisy]
 
     def texts(self, selector: str) -> list[str]:
-        """The texts of all elements of a kind."""
         found = f'[...document.querySelectorAll({json.dumps(selector)})]'
         return self.evaluate(f'{found}.map(each => each.innerText ?? each.textContent)')
 

@@ -41,15 +41,13 @@ def run(
         finally:
             if process.poll() is None:
                 _kill(process)
-        printed = [_content(file) for file in (out, errors)]
+        printed = []
+        for file in (out, errors):
+            file.seek(0)
+            printed.append(file.read())
     ended = subprocess.CompletedProcess(command, process.returncode, *printed)
     assert not late, f'{shlex.join(command)}: not done after {timeout} s\n' + '\n'.join(printed)
     return ended
-
-
-def _content(file) -> str:
-    file.seek(0)
-    return file.read()
 
 
 def _kill(process: psutil.Popen) -> None:

@@ -66,8 +66,6 @@ EVENTS: dict[str, int] = _TABLES['events']
 
 @dataclass(frozen=True)
 class Composition:
-    """What is trained."""
-
     seed: int  # which it was drawn from
     size: int  # number of ranks
     words: tuple[str, ...]  # names of what was drawn
@@ -78,7 +76,6 @@ class Composition:
 
     @property
     def ours(self) -> list[str]:
-        """Flags of ours."""
         more = chain.from_iterable(self.techniques.values())
         return ['--pipeline-schedule', self.schedule, *more]
 
@@ -180,17 +177,14 @@ BY_HAND, KILLED = PROMISES['by hand'], PROMISES['killed']
 @functools.cache
 def pairs() -> dict[tuple[str, str], str]:
     """The table of pairs of techniques in docs/limits.md: by row and column, what it says."""
-    lines = (ROOT / 'docs' / 'limits.md').read_text().splitlines()
-    head = next(at for at, line in enumerate(lines) if line.startswith('| has, added |'))
-    cells = [line.strip('| ').split(' | ') for line in lines[head:]]
-    columns = cells[0][1:]
-    rows = (row for row in cells[2:])
-    found = {}
-    for row in rows:
-        if len(row) != len(columns) + 1:
-            break
-        found |= {(row[0], column): cell for column, cell in zip(columns, row[1:], strict=True)}
-    return found
+    table = (ROOT / 'docs' / 'limits.md').read_text().partition('\n| has, added ')[2]
+    lines = f'| has, added {table}'.partition('\n\n')[0].splitlines()
+    (_, *columns), _, *rows = (line.strip('| ').split(' | ') for line in lines)
+    return {
+        (own, added): cell
+        for own, *cells in rows
+        for added, cell in zip(columns, cells, strict=True)
+    }
 
 
 def promises(composition: Composition) -> list[Promise]:
@@ -231,8 +225,6 @@ def promises(composition: Composition) -> list[Promise]:
 
 
 class Refusal(NamedTuple):
-    """What a launch that was refused said."""
-
     said: str
 
 
@@ -279,15 +271,12 @@ class Failure(NamedTuple):
         """Take the error of the first rank that has one of its own."""
         texts = re.split(r'^rank \d+: ', str(error), flags=re.M)[1:]
         for text in texts:
-            lines = [line for line in text.splitlines() if line.strip()]
-            files = re.findall(r'^  File "([^"]+)"', text, re.M)
-            last = next(
-                (line for line in lines if re.match(r'[A-Za-z_.]+(Error|Exception)\b', line)), ''
-            )
-            if last:
+            found = re.search(r'^[A-Za-z_.]+(?:Error|Exception)\b.*', text, re.M)
+            if found:
+                files = re.findall(r'^  File "([^"]+)"', text, re.M)
                 ours = bool(files) and '/megatron_zbpp/' in files[-1]
                 kinds = 'NotImplementedError', 'ValueError', 'RuntimeError'
-                return cls(last, ours and last.startswith(kinds) and ': ' in last)
+                return cls(found[0], ours and found[0].startswith(kinds) and ': ' in found[0])
         return cls(' / '.join(text.splitlines()[-1] for text in texts if text.strip()), False)
 
 
@@ -335,7 +324,6 @@ class Killed:
 
 
 def event_of(composition: Composition) -> Any:
-    """Return what happens to each run of a composition."""
     rank = composition.seed % composition.size
     # behind reductions that have begun, one replica alone would skip its step
     overlapped = composition.has('--overlap-grad-reduce')
@@ -348,7 +336,6 @@ def event_of(composition: Composition) -> Any:
 
 
 def run(ranks: Ranks, argv: list[str], event: Any) -> nvidia.Run | Refusal | Failure:
-    """Train with `argv` on `ranks`."""
     common = [*nvidia.COMMON, *map(str, argv)]
     try:
         kept = nvidia.is_kept(common, event)
@@ -365,8 +352,6 @@ def run(ranks: Ranks, argv: list[str], event: Any) -> nvidia.Run | Refusal | Fai
 
 
 class Outcome(NamedTuple):
-    """What became of a composition."""
-
     kind: str  # 'kept', 'refused', 'stock fails', 'nothing promised', or a fault
     said: str  # what was compared, or the message
 
@@ -376,7 +361,6 @@ class Outcome(NamedTuple):
 
 
 def tried(ranks: Callable[[int], Ranks], composition: Composition) -> Outcome:
-    """Train a composition and all that it has to equal; compare them."""
     with tempfile.TemporaryDirectory() as folder:
         return _tried(ranks(composition.size), composition, Path(folder))
 
@@ -450,25 +434,21 @@ def differs(
             own = ours.reported.get(at, {}).get(name, math.nan)
             if not math.isclose(own, value, rel_tol=tolerance) and not math.isnan(value):
                 return f'log line {at}, {name}: {own}, expected {value}'
-    if promise.how == CLOSE:
-        # later losses follow from weights: Adam's first steps enlarge rounding
-        for index, (at, (loss, *rest)) in enumerate(losses.items()):
-            tolerance = promise.tolerance if index == 0 else 1e3 * promise.tolerance
-            own, *others = ours.losses[at]
-            if others[-2:] != rest[-2:] or not _close(own, loss, tolerance):
-                return f'loss {at}: {_read(own)} {others}, expected {_read(loss)} {rest}'
-            if not _close(ours.grad_norms[at], norms[at], tolerance):
-                return f'norm {at}: {_read(ours.grad_norms[at])}, expected {_read(norms[at])}'
-        return ''
-    for at, loss in losses.items():
-        if ours.losses[at] != loss:
-            found = [(_read(each[0]), *each[1:]) for each in (ours.losses[at], loss)]
-            return f'loss {at}: {found[0]}, expected {found[1]}'
-        if promise == BY_HAND:
-            continue  # the norm in the log is that of the last stage
-        exact = composition.schedule in ONE
-        if not _close(ours.grad_norms[at], norms[at], 0 if exact else LAST_BITS):
+    for index, (at, (loss, *rest)) in enumerate(losses.items()):
+        own, *others = ours.losses[at]
+        if promise.how == CLOSE:
+            # later losses follow from weights: Adam's first steps enlarge rounding
+            of_loss = of_norm = promise.tolerance if index == 0 else 1e3 * promise.tolerance
+            others, rest = others[-2:], rest[-2:]
+        else:
+            of_loss, of_norm = 0, 0 if composition.schedule in ONE else LAST_BITS
+        if others != rest or not _close(own, loss, of_loss):
+            return f'loss {at}: {_read(own)} {others}, expected {_read(loss)} {rest}'
+        # by hand, the norm in the log is that of the last stage
+        if promise != BY_HAND and not _close(ours.grad_norms[at], norms[at], of_norm):
             return f'norm {at}: {_read(ours.grad_norms[at])}, expected {_read(norms[at])}'
+    if promise.how == CLOSE:
+        return ''
     if ours.zeros != nvidia.since(start, expected.zeros):
         return f'zeros {ours.zeros}, expected {expected.zeros}'
     if composition.event == 'NaN':

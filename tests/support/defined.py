@@ -13,8 +13,6 @@ from unittest import mock
 
 @dataclass
 class Seen:
-    """Gradients that reached the nodes of parameters."""
-
     defined: int = 0  # how many were
     fused: int = 0  # of how many of those a kernel had added the real one to `main_grad`
     # names of parameters that got one that was not

@@ -11,7 +11,6 @@ ODD = st.sampled_from([None, True, False, *NUMBERS, *TEXTS, *HOLDERS])
 
 
 def places(document, path=()):
-    """Paths to all values in it."""
     yield path
     inside = document.items() if isinstance(document, dict) else ()
     inside = enumerate(document) if isinstance(document, list) else inside

@@ -16,33 +16,28 @@ from typing import Any
 from unittest import mock
 
 
-def _preceded(original: Callable, function: Callable) -> Callable:
+def _joined(original: Callable, function: Callable, behind: bool) -> Callable:
     def call(*args, **kwargs):
+        if behind:
+            function(result := original(*args, **kwargs))
+            return result
         function(*args, **kwargs)
         return original(*args, **kwargs)
 
     return call
 
 
-def _followed(original: Callable, function: Callable) -> Callable:
-    def call(*args, **kwargs):
-        function(result := original(*args, **kwargs))
-        return result
-
-    return call
-
-
 @contextmanager
-def before(*calls: tuple[Any, str, Callable], join: Callable = _preceded) -> Iterator[None]:
+def before(*calls: tuple[Any, str, Callable], behind: bool = False) -> Iterator[None]:
     """Calls each (owner, name, function) before what has that name there, with its arguments."""
     with ExitStack() as stack:
         for owner, name, function in calls:
-            made = join(getattr(owner, name), function)
+            made = _joined(getattr(owner, name), function, behind)
             stack.enter_context(mock.patch.object(owner, name, made))
         yield
 
 
-after = partial(before, join=_followed)  # with what was returned
+after = partial(before, behind=True)  # with what was returned
 
 
 @contextmanager
@@ -88,12 +83,8 @@ class Overflow:
             yield
 
 
-@dataclass(frozen=True)
-class ReducedOverflow:
-    """Puts an infinity into the gradients of one rank right before their reduction begins."""
-
-    iteration: int
-    rank: int
+class ReducedOverflow(Overflow):
+    """The same right before the reduction of gradients begins."""
 
     @contextmanager
     def __call__(self, training: Any) -> Iterator[None]:
@@ -116,7 +107,6 @@ class ReducedOverflow:
 
 @contextmanager
 def evaluations(training: Any) -> Iterator[list[str]]:
-    """The losses of every evaluation."""
     losses = []
 
     def note(result):
@@ -374,18 +364,9 @@ class Signalled:
         iterations, stepping, found = [], [], []
         handler = signal.getsignal(signal.SIGTERM)
 
-        def note_steps(made):
-            _, optimizer, _ = made
-            step = optimizer.step
-
-            def noting_step(*args, **kwargs):
-                stepping.append(None)
-                try:
-                    return step(*args, **kwargs)
-                finally:
-                    stepping.clear()
-
-            optimizer.step = noting_step
+        def begin(*_, **__):
+            iterations.append(None)
+            stepping.clear()
 
         def send(*_, **__):
             here = dist.get_rank() == self.rank and len(iterations) == self.iteration
@@ -393,11 +374,9 @@ class Signalled:
                 found.append('in the step' if stepping else 'before it')
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        counted = training, 'train_step', lambda *_, **__: iterations.append(None)
-        with (
-            before(counted, (GPTModel, 'forward', send)),
-            after((training, 'setup_model_and_optimizer', note_steps)),
-        ):
+        # behind the gradients of all passes comes the optimizer's step
+        reduced = training, 'finalize_model_grads', lambda *_, **__: stepping.append(None)
+        with before((training, 'train_step', begin), reduced, (GPTModel, 'forward', send)):
             try:
                 yield found
             finally:

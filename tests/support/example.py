@@ -154,7 +154,6 @@ def small_config(
 
 
 def early_steps() -> int:
-    """How many optimizer steps this rank took early so far."""
     from megatron_zbpp.mcore import enabled
 
     early = enabled.plugin and enabled.plugin.post_validation

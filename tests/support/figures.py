@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.formats import load, load_plan
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.partitioning.plans import PartitionPlan
 from megatron_zbpp.planner.plans import Plan
@@ -42,3 +44,15 @@ def require_kept(
         limits = [limit] * ranks if isinstance(limit, float | int) else limit
         both = zip(peak(plan.schedule, plan.costs), limits, strict=True)
         assert all(most <= allowed + 1e-9 for most, allowed in both)
+
+
+def layers_of_ranks(path: Path) -> list[int]:
+    """Decoder layers of Megatron's ranks, in reverse where the last one has no loss."""
+    placement = load(path).placement
+    if placement.only_route[-1] != placement.num_ranks - 1:
+        placement = placement.reversed()
+    stages = load_plan(path).layout.split('|')
+    return [
+        sum(stages[stage].count('t') for stage in placement.stages(rank))
+        for rank in range(placement.num_ranks)
+    ]

@@ -66,7 +66,6 @@ def run(
 
 
 def _programs(server: subprocess.Popen) -> list[psutil.Process]:
-    """Return what runs below the servers: in sessions of their own."""
     found = []
     for each in psutil.Process(server.pid).children(recursive=True):
         with contextlib.suppress(ProcessLookupError):
@@ -103,7 +102,6 @@ def start() -> tuple[Path, subprocess.Popen]:
 
 
 def _stop(server: subprocess.Popen, folder: Path) -> None:
-    """End the servers, and with them whatever they run."""
     server.stdin.close()
     server.wait()
     for each in folder.iterdir():
@@ -165,7 +163,6 @@ def supervise(connection: socket.socket) -> tuple:
 
 
 def _kill(pid: int) -> None:
-    """End a program and all that it started."""
     with contextlib.suppress(psutil.NoSuchProcess):
         program = psutil.Process(pid)
         for each in [*program.children(recursive=True), program]:

@@ -51,20 +51,16 @@ def covering(
     when: Callable[..., bool], rows: dict[str, tuple[Any, ...]]
 ) -> Iterator[tuple[dict[str, Any], bool]]:
     """Yield the cases of a grid, and whether a run can spare each."""
+    # first the cases in which all rows advance together
+    longest = max(map(len, rows.values()), default=0)
+    first = [tuple(row[k % len(row)] for row in rows.values()) for k in range(longest)]
     unseen = {(name, repr(value)) for name, values in rows.items() for value in values}
-    for values in _spread(rows):
+    for values in dict.fromkeys([*first, *itertools.product(*rows.values())]):
         case = dict(zip(rows, values, strict=True))
         if when(**case):
             adds = unseen & {(name, repr(value)) for name, value in case.items()}
             unseen -= adds
             yield case, bool(case) and not adds
-
-
-def _spread(rows: dict[str, tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """The product of the rows, first those cases in which all rows advance together."""
-    longest = max(map(len, rows.values()), default=0)
-    diagonal = [tuple(row[k % len(row)] for row in rows.values()) for k in range(longest)]
-    return [*dict.fromkeys([*diagonal, *itertools.product(*rows.values())])]
 
 
 def beside_another(items: Sequence[pytest.Item]) -> set[pytest.Item]:
@@ -76,25 +72,12 @@ def beside_another(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     """
     left_out, kept = set(), set()
     for item in items:
-        test = _test(item)
+        params = item.callspec.params if hasattr(item, 'callspec') else {}
+        test = item.nodeid.partition('[')[0], getattr(params.get('training'), 'row', '')
         if item.get_closest_marker('each_release'):
             continue
         if item.get_closest_marker('one_release') or test in kept:
             left_out.add(item)
-        elif not _skipped_by_mark(item):
+        elif not any(any(mark.args) for mark in item.iter_markers('skipif')):
             kept.add(test)
     return left_out
-
-
-def _test(item: pytest.Item) -> tuple[str, str]:
-    """Return the name of a test, and the row of which the item is a case."""
-    return item.nodeid.partition('[')[0], getattr(_params(item).get('training'), 'row', '')
-
-
-def _params(item: pytest.Item) -> dict[str, Any]:
-    callspec = getattr(item, 'callspec', None)
-    return callspec.params if callspec else {}
-
-
-def _skipped_by_mark(item: pytest.Item) -> bool:
-    return any(any(mark.args) for mark in item.iter_markers('skipif'))

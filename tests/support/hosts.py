@@ -24,8 +24,6 @@ _FIRST = "trap '' CHLD; exec sleep infinity"
 
 @dataclass(frozen=True)
 class Host:
-    """One of the two."""
-
     name: str  # what its processes call it, and find the other by
     address: str  # on the link
     pid: int  # its first process, as this machine counts
@@ -43,7 +41,6 @@ class Host:
         return done.stdout
 
     def processes(self, word: str) -> list[str]:
-        """Command lines that run there with `word` in them."""
         space = os.readlink(f'/proc/{self.pid}/ns/pid')
         found = []
         for each in psutil.process_iter():

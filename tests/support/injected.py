@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 from events import before
+from models import KINDS, with_fields
 
 from megatron_zbpp.post_validation.speculative_step import KEPT_BYTES
 
@@ -17,8 +18,6 @@ VALUES = {'inf': float('inf'), 'nan': float('nan'), 'large': 1e4}
 
 @dataclass(frozen=True)
 class Event:
-    """Something in the gradients of one pipeline rank."""
-
     iteration: int  # from 1
     rank: int  # in the pipeline
     kind: str  # of `VALUES`
@@ -46,6 +45,7 @@ def train(
     Steps are tried after so many clean ones (0: never), and keep so much of the optimizer's state.
     """
     import pretrain_gpt
+    from megatron.core import parallel_state
 
     from megatron_zbpp.mcore.optimizer import early_steps
 
@@ -53,8 +53,18 @@ def train(
         if clean_steps:
             plugin.post_validation.policy.tolerated = 1000  # it shall never step back
 
-    inject = pretrain_gpt, 'finalize_model_grads', _injecting(events)
-    with mock.patch.object(early_steps, 'most_kept', lambda *_: kept_bytes), before(inject):
+    happens = {(event.iteration, event.rank): VALUES[event.kind] for event in events}
+    iterations = count(1)
+
+    def inject(model, *_, **__):
+        """Before gradients are reduced among replicas, so that all have the event."""
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        value = happens.get((next(iterations), rank))
+        if value is not None:
+            next(model[0].parameters()).main_grad.view(-1)[0] = value
+
+    injected = pretrain_gpt, 'finalize_model_grads', inject
+    with mock.patch.object(early_steps, 'most_kept', lambda *_: kept_bytes), before(injected):
         argv = [*argv, '--no-check-for-nan-in-loss-and-grad']
         plugin = run(argv, clean_steps or False, variant, {}, metrics, enabled)[-1]
     done = plugin.post_validation
@@ -84,23 +94,6 @@ def run(argv, post_validation, variant, replaced, metrics, enabled=lambda plugin
         return plugins
 
 
-def _injecting(events):
-    """Puts the events into gradients before they are reduced among replicas, so that all have
-    them."""
-    happens = {(event.iteration, event.rank): VALUES[event.kind] for event in events}
-    iterations = count(1)
-
-    def inject(model, *_, **__):
-        from megatron.core import parallel_state
-
-        rank = parallel_state.get_pipeline_model_parallel_rank()
-        value = happens.get((next(iterations), rank))
-        if value is not None:
-            next(model[0].parameters()).main_grad.view(-1)[0] = value
-
-    return inject
-
-
 # the optimizer keeps what is missing of bf16 weights, and moments in that type
 _PRECISE = {'use_precision_aware_optimizer': True}
 _PRECISE |= dict.fromkeys(('exp_avg_dtype', 'exp_avg_sq_dtype'), torch.bfloat16)
@@ -110,21 +103,14 @@ _HALF = {'fp16': True, 'bf16': False, 'params_dtype': torch.float16}
 def _experts(script):
     """Experts in every layer: dense parameters and those of experts have optimizers of their own,
     chained."""
-    routed = {
-        'num_moe_experts': 4,
-        'moe_router_load_balancing_type': 'aux_loss',
-        'moe_aux_loss_coeff': 0.1,
-        'moe_router_topk': 2,
-        'moe_router_enable_expert_bias': False,
-        'add_bias_linear': False,
-    }
+    routed = KINDS['experts'] | {'moe_aux_loss_coeff': 0.1}
     spec = functools.partial(script.get_gpt_layer_local_spec, num_experts=4)
     return _config(script, **routed) | {'get_gpt_layer_local_spec': spec}
 
 
 def _config(script, of='Transformer', **values):
-    make = getattr(script, f'{of}Config')
-    return {f'{of}Config': lambda *args, **given: make(*args, **given | values)}
+    name = f'{of}Config'
+    return {name: with_fields(getattr(script, name), **values)}
 
 
 _SCALE = {'initial_loss_scale': 2.0**10, 'loss_scale_window': 3, 'hysteresis': 1}

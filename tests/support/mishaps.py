@@ -2,18 +2,18 @@
 
     python mishaps.py FOLDER/cases.json > ended.json
 
-A process of its own, which has torch in memory and no threads: its ranks are forks, quick to make.
+Processes that have torch in memory and no threads: their ranks are forks, quick to make.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
 import time
 import traceback
-from collections import defaultdict
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -37,8 +37,6 @@ watchdog._LAST_WORDS, watchdog._PEER_LOSS_GRACE_S = 40, 10
 
 
 class UnluckyStage(LinearStage):
-    """The pass `victim` does not end well."""
-
     def __init__(self, *args, victim, case):
         super().__init__(*args)
         self.victim, self.case = victim, case
@@ -100,7 +98,6 @@ def common_store(file, rank, size):
 
 
 def run(case, rank):
-    """One rank of `case`, to its end."""
     Path(case['folder'], f'pid {os.getpid()}').write_text(str(rank))
     store = common_store(Path(case['folder'], 'port'), rank, case['ranks'])
     dist.init_process_group('gloo', store=store, rank=rank, world_size=case['ranks'])
@@ -166,30 +163,28 @@ def fork(case, rank):
         os._exit(code)
 
 
-def run_all(cases):
-    """Exit code and time of end by (case, rank), for those that ended by themselves."""
-    waiting, running, servers, until, ended = [*range(len(cases))], defaultdict(dict), {}, {}, {}
-    while waiting or running:
-        while waiting and len(running) < AT_ONCE:
-            index = waiting.pop(0)
-            case = cases[index]
-            servers[index] = [serve(case)] if case.get('blocks') else []
-            running[index] = {rank: fork(case, rank) for rank in range(case['ranks'])}
-            until[index] = time.monotonic() + LIMIT
-        for index, pids in [*running.items()]:
-            for rank, pid in [*pids.items()]:
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
-                    del pids[rank]
-                    ended[index, rank] = os.waitstatus_to_exitcode(status), time.monotonic()
-            stopped = cases[index]['mishap'] == 'SIGSTOP'
-            if len(pids) <= stopped or time.monotonic() > until[index]:
-                for pid in [*pids.values(), *servers[index]]:
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
-                del running[index]
+def outcome(case):
+    """By rank: its exit code if it ended by itself, seconds since its last pass, what it said."""
+    os.mkdir(case['folder'])
+    servers = [serve(case)] if case.get('blocks') else []
+    running = {rank: fork(case, rank) for rank in range(case['ranks'])}
+    until, ended, found = time.monotonic() + LIMIT, {}, []
+    while len(running) > (case['mishap'] == 'SIGSTOP') and time.monotonic() < until:
+        for rank, pid in [*running.items()]:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                del running[rank]
+                ended[rank] = os.waitstatus_to_exitcode(status), time.monotonic()
         time.sleep(0.01)
-    return ended
+    for pid in [*running.values(), *servers]:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    for rank in range(case['ranks']):
+        code, at = ended.get(rank, (None, 0))
+        latest, said = (Path(case['folder'], name) for name in (f'latest {rank}', str(rank)))
+        still = at - float(latest.read_text())
+        found.append({'code': code, 'still': still, 'said': said.read_text()})
+    return found
 
 
 def main() -> None:
@@ -199,18 +194,8 @@ def main() -> None:
     cases = json.loads(path.read_text())
     for index, case in enumerate(cases):
         case['folder'] = f'{path.parent}/{index}'
-        os.mkdir(case['folder'])
-    ended = run_all(cases)
-    results = []
-    for index, case in enumerate(cases):
-        ranks = []
-        for rank in range(case['ranks']):
-            code, at = ended.get((index, rank), (None, 0))
-            latest = float(Path(case['folder'], f'latest {rank}').read_text())
-            said = Path(case['folder'], str(rank)).read_text()
-            ranks.append({'code': code, 'still': at - latest, 'said': said})
-        results.append(ranks)
-    json.dump(results, sys.stdout)
+    with multiprocessing.get_context('fork').Pool(AT_ONCE) as pool:
+        json.dump(pool.map(outcome, cases, chunksize=1), sys.stdout)
 
 
 if __name__ == '__main__':

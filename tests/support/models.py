@@ -124,8 +124,6 @@ _SPEC = ('num_moe_experts', 'moe_grouped_gemm', 'qk_layernorm', 'multi_latent_at
 
 @dataclass(frozen=True)
 class Job:
-    """A model and how it is trained."""
-
     kind: str = 'dense'  # a key of KINDS
     te: bool = True  # of Transformer Engine's layers, else of Megatron's own
     pp: int = 2  # ranks of the pipeline
@@ -156,7 +154,6 @@ class Job:
 
     @property
     def evaluates(self) -> bool:
-        """Whether there is an evaluation in the middle."""
         return self.evaluation or self.kind == 'lengths' or self.dropout > 0
 
     @property
@@ -215,8 +212,6 @@ class Job:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run left on a rank."""
-
     losses: list[float | None]  # of each iteration, on the last rank
     norms: list[float]
     parameters: dict[tuple, torch.Tensor]  # by (layer, name, ranks among those that share it)
@@ -264,7 +259,7 @@ def replacements(script: Any, job: Job) -> Iterator[tuple[Any, str, Any]]:
         yield megatron_zbpp, 'enable', partial(megatron_zbpp.enable, dropout_seeds=True)
     mla = 'multi_latent_attention' in job.of_kind
     make = MLATransformerConfig if mla else script.TransformerConfig
-    yield script, 'TransformerConfig', _with(make, **job.config())
+    yield script, 'TransformerConfig', with_fields(make, **job.config())
     of = 'with_transformer_engine' if job.te else 'local'
     options = {name: job.of_kind.get(name) for name in _SPEC}
     options['num_experts'] = options.pop('num_moe_experts')
@@ -274,8 +269,8 @@ def replacements(script: Any, job: Job) -> Iterator[tuple[Any, str, Any]]:
         yield script, 'GPTModel', _changed(script.GPTModel, job)
     if job.fp8 == 'weights':
         ddp, optimizer = script.DistributedDataParallelConfig, script.OptimizerConfig
-        yield script, 'DistributedDataParallelConfig', _with(ddp, fp8_param_gather=True)
-        yield script, 'OptimizerConfig', _with(optimizer, fp8_recipe='tensorwise')
+        yield script, 'DistributedDataParallelConfig', with_fields(ddp, fp8_param_gather=True)
+        yield script, 'OptimizerConfig', with_fields(optimizer, fp8_recipe='tensorwise')
         yield script, 'draw_weights', _drawing_all(script.draw_weights)
     yield store, 'SMALL', 16  # elements: those of these models are small
     state = script.parallel_state
@@ -298,7 +293,7 @@ def replacements(script: Any, job: Job) -> Iterator[tuple[Any, str, Any]]:
         yield layers, 'fused_weight_gradient_mlp_cuda', fused_kernels()
 
 
-def _with(make: Callable, **values: Any) -> Callable:
+def with_fields(make: Callable, **values: Any) -> Callable:
     return lambda *args, **given: make(*args, **(given | values))
 
 
@@ -368,7 +363,6 @@ def _of_many_lengths(original: Callable) -> Callable:
 
 
 def _left(models: list, optimizer: Any) -> tuple[dict, dict]:
-    """Parameters and optimizer state of this rank."""
     import report
     from megatron.core import parallel_state
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer

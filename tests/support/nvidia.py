@@ -55,7 +55,7 @@ _TOLD += (events.evaluations, events.mtp_losses, events.doubted)
 
 def is_kept(words: list[str], event: Any) -> bool:
     """Whether a launch is of stock, and its event leaves nothing but what the run reports."""
-    told = event in _TOLD or isinstance(event, events.Overflow | events.ReducedOverflow)
+    told = event in _TOLD or isinstance(event, events.Overflow)
     return told and by_megatron(words)
 
 

@@ -49,7 +49,6 @@ def main(checkout: str, *wanted: str) -> None:
 
 
 def run(rank: int, port: int, checkout: str, test: str, schedule: str) -> None:
-    """Runs the test on a rank, and exits as pytest does."""
     import pytest
 
     import megatron_zbpp

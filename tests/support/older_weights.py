@@ -59,7 +59,6 @@ class OlderWeights:
         return 0 if layer == 'embedding' else self.parts - 1
 
     def forward_step(self, original: Callable, *args: Any) -> Any:
-        """A forward, whose backward comes before the next one."""
         for index, (parameter, part) in enumerate(self.places):
             parameter.data.copy_(self.history[self.version(part)][index])
         self.begun += 1

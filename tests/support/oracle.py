@@ -14,7 +14,6 @@ from megatron_zbpp.ir.costs import Costs
 
 
 def legal(schedule: Schedule) -> bool:
-    """Whether the schedule may run."""
     return _complete(schedule) and _in_microbatch_order(schedule) and _always_ends(schedule)
 
 
@@ -46,7 +45,6 @@ def _in_microbatch_order(schedule: Schedule) -> bool:
 
 
 def needs(p: Pass, everything: Iterable[Pass]) -> set[Pass]:
-    """The passes of a complete schedule whose results `p` takes."""
     kind, stage, i, _ = p
     wanted = {
         F: {Pass(F, stage - 1, i)},
@@ -134,32 +132,28 @@ def spans(
     """Start and end of each pass, by correcting guesses until none is too early."""
     ranks, everything = schedule.placement.only_route, {p for _, p in schedule}
 
-    def time(p: Pass, costs: Costs) -> float:
-        return duration(p, costs) * (sizes[p.microbatch] if sizes else 1)
+    def time(p: Pass) -> float:
+        whole = sum(costs.times[kind][p.stage] for kind in ((B, W) if p.kind == BW else (p.kind,)))
+        return whole * (sizes[p.microbatch] if sizes else 1)
 
     starts, changed = dict.fromkeys(everything, 0.0), True
     while changed:
         changed = False
         for order in schedule.passes:
             for before, p in zip((None, *order), order, strict=False):
-                ready = starts[before] + time(before, costs) if before else 0.0
+                ready = starts[before] + time(before) if before else 0.0
                 for q in needs(p, everything):
                     edge = 0.0
                     if ranks[q.stage] != ranks[p.stage]:
                         there, back = dict(enumerate(costs.hops)).get(min(q.stage, p.stage), (0, 0))
                         hop = there if q.stage < p.stage else back
                         edge = costs.comm + costs.message + hop
-                    ready = max(ready, starts[q] + time(q, costs) + edge)
+                    ready = max(ready, starts[q] + time(q) + edge)
                 if ready > starts[p]:
                     starts[p], changed = ready, True
     return tuple(
-        tuple((starts[p], starts[p] + time(p, costs)) for p in order) for order in schedule.passes
+        tuple((starts[p], starts[p] + time(p)) for p in order) for order in schedule.passes
     )
-
-
-def duration(p: Pass, costs: Costs) -> float:
-    """How long a pass takes."""
-    return sum(costs.times[kind][p.stage] for kind in ((B, W) if p.kind == BW else (p.kind,)))
 
 
 def random_schedule(random: Random, placement: Placement, num_microbatches: int) -> Schedule:
@@ -193,7 +187,6 @@ def _may_come_next(p: Pass, todo: set[Pass], everything: frozenset[Pass]) -> boo
 
 
 def shuffled(random: Random, schedule: Schedule) -> Schedule:
-    """The same passes on the same ranks, in another order: a few swaps."""
     orders = [list(order) for order in schedule.passes]
     for _ in range(random.randint(1, 3)):
         order = random.choice(orders)
@@ -211,7 +204,6 @@ def reordered(random: Random, schedule: Schedule) -> Schedule:
 def all_orders(
     placement: Placement, num_microbatches: int, kinds: tuple[str, ...]
 ) -> Iterator[Schedule]:
-    """Every order of the passes of these kinds on every rank."""
     ranks = [
         [Pass(k, s, i) for s in placement.stages(r) for i in range(num_microbatches) for k in kinds]
         for r in range(placement.num_ranks)

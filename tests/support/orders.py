@@ -21,7 +21,6 @@ def by_hand(
 
 
 def texts(schedule: Schedule) -> list[str]:
-    """The order of each rank."""
     return [' '.join(map(str, order)) for order in schedule.passes]
 
 

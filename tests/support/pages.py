@@ -22,19 +22,15 @@ class Block(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A line that a page tells to type."""
-
     page: Path
     line: str
 
 
 def blocks() -> list[Block]:
-    """Returns all blocks of code of all pages."""
     return [Block(page, *found) for page in PAGES for found in _FENCE.findall(page.read_text())]
 
 
 def lines(page: Path) -> list[str]:
-    """Returns the commands of a page, one after the other."""
     texts = [block.text for block in blocks() if (block.page, block.language) == (page, 'bash')]
     return [command for text in texts for command in _commands(text)]
 
@@ -69,5 +65,4 @@ def section(page: Path, heading: str) -> str:
 
 
 def files(page: Path) -> dict[str, str]:
-    """Returns the text of each file that blocks of `page` are, by its name."""
     return {block.title: block.text for block in blocks() if block.page == page and block.title}

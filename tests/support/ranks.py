@@ -198,7 +198,10 @@ def _fork_ranks(
 ) -> None:
     """Makes a rank of each number that comes, on the pipe that comes with it, until none can."""
     torch.set_num_threads(1)
-    _fork_queues()
+    # Megatron's queue of what it has saved is in a process that would import the script again, and
+    # torch with it: longer than a training. One that is forked has both.
+    spawning: Any = mp.get_context('spawn')
+    spawning.Manager = mp.get_context('fork').Manager
     make_ready = functools.partial(_make_ready, emulated, prepare, prepared)
     if not gpu:
         make_ready()
@@ -224,13 +227,6 @@ def _fork_ranks(
             theirs.close()
             os.close(stacks)
             connection.send(ranks[-1].pid)
-
-
-def _fork_queues() -> None:
-    """Megatron's queue of what it has saved is in a process that would import the script again, and
-    torch with it: longer than a training. One that is forked has both."""
-    spawning: Any = mp.get_context('spawn')
-    spawning.Manager = mp.get_context('fork').Manager
 
 
 def _make_ready(emulated: bool, prepare: Callable | None, prepared: tuple) -> None:
@@ -292,7 +288,9 @@ def _serve(
         try:
             value = function(*args)
             keeps = _keeps_groups()
-            connection.send((False, value, keeps, not keeps and _is_watched()))
+            # whether a watchdog is to end this process, since a training that it watched has failed
+            watched = any(thread.name == 'watchdog' for thread in threading.enumerate())
+            connection.send((False, value, keeps, not keeps and watched))
         except BaseException:  # reported to the test, SystemExit included
             connection.send((True, traceback.format_exc(), keeps, False))
         if not keeps and psutil.Process().num_threads() > most:
@@ -308,11 +306,6 @@ def _keeps_groups() -> bool:
     """Whether a function has left Megatron's groups to the next one, and not by an error."""
     state = sys.modules.get('megatron.core.parallel_state')
     return state is not None and state.model_parallel_is_initialized()
-
-
-def _is_watched() -> bool:
-    """Whether a watchdog is to end this process, since a training that it watched has failed."""
-    return any(thread.name == 'watchdog' for thread in threading.enumerate())
 
 
 def let_go() -> None:

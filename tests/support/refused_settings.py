@@ -49,7 +49,6 @@ class Case(NamedTuple):
         return self._replace(values=self.values | own, context=context)
 
     def said(self, *rules: Rule) -> list[Refusal]:
-        """What rules say."""
         variables = {k: v for k, v in self.values.items() if k.isupper()}
         context = replace(self.context, sources=(SimpleNamespace(**self.values),))
         with mock.patch.dict(os.environ, variables):
@@ -74,7 +73,6 @@ def case_of(rule: Rule, name: str, but: str = '') -> Case:
 
 
 def harmless(rule: Rule) -> list[Any]:
-    """Values of a setting for which the rule does not hold."""
     words = rule.value.text
     others = re.findall('`(.+?)`', words) if words.startswith('other than') else []
     return [*HARMLESS.get(words, [None, False, 0]), *others]
@@ -85,13 +83,11 @@ def conditions_of(rule: Rule) -> list[str]:
 
 
 def in_this_release(rule: Rule) -> bool:
-    """Whether Megatron is of a release that the rule is about."""
     words = [each for each in conditions_of(rule) if re.search(r'\d\.\d', each)]
     return all(CONDITIONS[each](BASE) for each in words)
 
 
 def cured(case: Case, rule: Rule) -> list[Case]:
-    """The case after each cure that the rule names, done by itself."""
     found = [case.with_(change) for words, change in CURES.items() if words in rule.cure]
     for _, name, value in _CURE.findall(rule.cure):
         if name not in OURS:

@@ -27,8 +27,6 @@ _SCONTROL = """#!/bin/sh
 
 @dataclass(frozen=True)
 class Launched:
-    """What came of an sbatch file."""
-
     status: int  # its exit status
     errors: str  # what it wrote to standard error
     # what srun was given, or zbpp, whichever came first; empty where neither was started
@@ -38,23 +36,19 @@ class Launched:
 
     @property
     def torchrun(self) -> list[str]:
-        """The command that srun starts on each node."""
         return self.argv[self.argv.index('torchrun') :]
 
     @property
     def script(self) -> list[str]:
-        """What pretrain_gpt.py is given."""
         (index,) = (k for k, word in enumerate(self.argv) if word.endswith('/pretrain_gpt.py'))
         return self.argv[index + 1 :]
 
 
 def nodes(file: Path) -> int:
-    """Nodes that the file asks for."""
     return int(options(file)['nodes'])
 
 
 def options(file: Path) -> dict[str, str]:
-    """What the file tells sbatch."""
     lines = file.read_text().splitlines()
     pairs = (line.removeprefix('#SBATCH --') for line in lines if line.startswith('#SBATCH'))
     return {key: value for key, _, value in (pair.partition('=') for pair in pairs)}

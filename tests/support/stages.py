@@ -1,6 +1,7 @@
 """Small stages without Megatron, a rank that runs them, and a plain reference for them."""
 
-from contextlib import contextmanager, nullcontext
+import time
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.executor import Executor
+from megatron_zbpp.runtime.measure import Iteration
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 WIDTH, ROWS = 6, 3
@@ -20,17 +22,14 @@ CPU = torch.device('cpu')
 
 
 def even(microbatch):
-    """Rows of microbatches of one shape."""
     return ROWS
 
 
 def uneven(microbatch):
-    """Rows of microbatches that differ."""
     return ROWS + 7 * microbatch % 4
 
 
 def message_of(rows=even, on=CPU):
-    """What stages exchange."""
     return Message((ROWS, WIDTH) if rows is even else None, torch.float32, on)
 
 
@@ -147,7 +146,6 @@ class Pipeline:
             self.activations.join(Channels(group, partners, on, shapes=True, saved=True))
 
     def executor(self, program=None):
-        """Of an iteration, with new stages."""
         self.store, count = WeightGradStore(), self.schedule.num_stages
         self.stages = {
             stage: self.stage_class(self.store, stage, count, self.rows).to(self.on)
@@ -169,7 +167,6 @@ class Pipeline:
         return executor
 
     def run(self, ahead=False):
-        """Run an iteration; return its record."""
         executor = self.begin_ahead() if ahead else self.executor()
         record = executor.run()
         assert not self.store.pending and not self.store.deferring
@@ -188,7 +185,6 @@ class Pipeline:
 
     @property
     def made(self):
-        """Losses and gradients of the latest iteration, by stage."""
         return {
             number: (stage.losses, [p.grad.cpu() for p in stage.parameters()])
             for number, stage in self.stages.items()
@@ -196,14 +192,13 @@ class Pipeline:
 
     @property
     def moved(self):
-        """Bytes of the latest iteration that left, by stage."""
         return {stage: found.moved for stage, found in self.activations.bytes.items()}
 
 
 def require_same(schedule, results, rows=even, replicas=1):
     """Require losses and gradients, by rank and stage, to be those of one process to the bit."""
     last = schedule.num_stages - 1
-    losses, gradients = reference(last + 1, schedule.num_microbatches, rows=rows)
+    losses, gradients = reference(last + 1, schedule.num_microbatches, rows)
     for made in results:
         for stage, (own, grads) in made.items():
             assert own == (losses if stage == last else [])
@@ -211,15 +206,45 @@ def require_same(schedule, results, rows=even, replicas=1):
                 assert torch.equal(gradient, replicas * expected), stage
 
 
-def reference(num_stages, num_microbatches, train=True, rows=even):
-    """Losses and gradients of the whole model on one process, microbatch by microbatch."""
+def reference(num_stages, num_microbatches, rows=even):
     stages = [LinearStage(None, stage, num_stages, rows) for stage in range(num_stages)]
     for microbatch in range(num_microbatches):
-        with nullcontext() if train else torch.no_grad():
-            value = None
-            for index, stage in enumerate(stages):
-                value = stage(Pass(F, index, microbatch), value)
-        if train:
-            value.backward()
+        value = None
+        for index, stage in enumerate(stages):
+            value = stage(Pass(F, index, microbatch), value)
+        value.backward()
     gradients = [tuple(p.grad for p in stage.parameters()) for stage in stages]
     return stages[-1].losses, gradients
+
+
+# ---- Stages that take time, on hosts whose clocks do not agree.
+
+
+PASS = 0.002  # seconds, at least
+
+
+class ShiftedClock(HostClock):
+    """One of a host that was started at another time."""
+
+    def __init__(self, ahead):
+        self._ahead = ahead
+
+    def mark(self):
+        return super().mark() + self._ahead
+
+    def now(self):
+        return super().now() + self._ahead
+
+
+class SlowStage(LinearStage):
+    def forward(self, p, received):
+        time.sleep(PASS)
+        return super().forward(p, received)
+
+
+class TimedPipeline(Pipeline):
+    def __init__(self, schedule, clock):
+        super().__init__(schedule, stage_class=SlowStage, kept=False, clock=clock)
+
+    def run(self):
+        return Iteration(self.schedule, dist.group.WORLD, super().run(), self.options['clock'])

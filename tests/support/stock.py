@@ -25,7 +25,6 @@ from stock_key import FOLDER, UnknownError, contents, key_of
 FRESH = False  # `--fresh`
 TRIED = 16  # one training of so many is always made anew, beside the first of each harness
 LIMIT = 2 << 30  # bytes that are kept; entries that have not been read for longest go
-LARGEST = 64 << 20  # bytes of a checkpoint that is kept
 counted: Counter[str] = Counter()
 _seen: set[str] = set()  # harnesses with a training in this session
 _saved: dict[Path, tuple[str, object]] = {}  # by folder: the training that left it, its files
@@ -107,7 +106,9 @@ def trained(
     if entry is None or due:
         results = ranks.run(function, *args, **options)
         if entry is None:
-            _keep(path, results, saves)
+            files = _files(saves) if saves else ()
+            content = {str(each.relative_to(saves)): each.read_bytes() for each in files}
+            Entry(results, content).write(path)
         elif not same(entry.results, results):
             raise StaleError(
                 f'{function.__qualname__} on {ranks.size} ranks with {args}: this stock training '
@@ -125,7 +126,6 @@ def trained(
 
 
 def _after(flag: str, words: list[str]) -> Path | None:
-    """Return the path behind a flag."""
     return Path(words[words.index(flag) + 1]) if flag in words[:-1] else None
 
 
@@ -147,17 +147,8 @@ def _provenance(place: Path) -> str:
 
 
 def _files(place: Path) -> dict[Path, tuple[int, int]]:
-    """Return size and time of change of each file in a folder."""
     stats = {path: path.stat() for path in place.rglob('*') if path.is_file()}
     return {path: (stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
-
-
-def _keep(path: Path, results: list[Any], saves: Path | None) -> None:
-    """Write an outcome, unless its checkpoint is too large."""
-    files = _files(saves) if saves else {}
-    if saves is None or sum(size for size, _ in files.values()) <= LARGEST:
-        names = {str(each.relative_to(saves)): each.read_bytes() for each in files} if saves else {}
-        Entry(results, names).write(path)
 
 
 def _serve(path: Path, entry: Entry, saves: Path | None) -> None:
@@ -206,5 +197,4 @@ def prune() -> None:
 
 
 def summary() -> str:
-    """Return how many stock trainings were made and served in this session."""
     return ', '.join(f'{number} {how}' for how, number in sorted(counted.items()))

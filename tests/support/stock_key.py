@@ -14,7 +14,7 @@ import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,9 @@ def key_of(
     """
     modules = {'stock'}
     parts = [_text(each, places, modules) for each in (size, prepared, function, args)]
-    parts += [*_variables(), *_machine(), _harness_hash(frozenset(modules))]
+    names = sorted(name for name in os.environ if name.startswith(PREFIXES) and name != FOLDER)
+    parts += [f'{name}={os.environ[name]}' for name in names]
+    parts += [*_machine(), _sources(harness(frozenset(modules)))]
     return hashlib.sha256('\0'.join(parts).encode()).hexdigest()
 
 
@@ -118,15 +120,8 @@ def _known_path(path: Path, modules: set[str]) -> str:
     raise UnknownError(str(path))
 
 
-def _variables() -> Iterator[str]:
-    for name in sorted(os.environ):
-        if name.startswith(PREFIXES) and name != FOLDER:
-            yield f'{name}={os.environ[name]}'
-
-
 @functools.cache
 def _machine() -> tuple[str, ...]:
-    """Libraries, the processor and the emulation."""
     parts = [platform.python_version(), platform.machine(), *platform.libc_ver()]
     parts += [f'{name}=={version(name)}' for name in LIBRARIES]
     parts += [str(torch.version.git_version), torch.__config__.show()]
@@ -140,7 +135,6 @@ def _machine() -> tuple[str, ...]:
 
 
 def version(package: str) -> str:
-    """Return the version of an installed package, or 'none'."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -182,13 +176,7 @@ def harness(modules: frozenset[str]) -> tuple[Path, ...]:
     return tuple(found.values())
 
 
-@functools.cache
-def _harness_hash(modules: frozenset[str]) -> str:
-    return _sources(harness(modules))
-
-
 def _sources(paths: Iterable[Path]) -> str:
-    """Hash of files: their names and bytes."""
     digest = hashlib.sha256()
     for path in sorted(paths):
         content = path.read_bytes()

@@ -19,8 +19,6 @@ NOW_AND_THEN = 3  # so often a program touches that does not in each iteration
 
 @dataclass
 class Program:
-    """What the functions below find."""
-
     models: list = None  # the chunks of this rank
     optimizer: Any = None  # Megatron's
     iteration: int = 0  # from 0, of the training call that comes or has been
@@ -117,8 +115,6 @@ def of_data(change: Callable, chosen: str = '') -> Callable:
 
 
 def each(*functions: Callable) -> Callable:
-    """Return a program that does all."""
-
     def program(at: Program) -> None:
         for function in functions:
             function(at)
@@ -139,50 +135,6 @@ def clamp_data(parameter: Any) -> None:
 def decay(at: Program) -> None:
     """Each time: an optimizer of the program's own."""
     torch._foreach_mul_([parameter for _, parameter in at.parameters()], 0.99)
-
-
-def decay_buffers(at: Program) -> None:
-    """By way of DDP's buffers, where parameters are views of them."""
-    for model in at.models:
-        for buffer in model.buffers:
-            buffer.param_data.mul_(0.99)
-
-
-def replace(parameter: Any) -> None:
-    """Other memory."""
-    parameter.data = parameter.data * 0.99
-
-
-def permute(parameter: Any) -> None:
-    """Values in another order: what adds up all of them sees nothing."""
-    parameter.data.copy_(parameter.data.roll(2, 0))
-
-
-def prune(parameter: Any) -> None:
-    """The smallest weights to zero."""
-    parameter.data.mul_(parameter.data.abs() > 5e-3)
-
-
-@torch.no_grad()
-def tie(at: Program) -> None:
-    """Two weights of each layer that have one shape get one value."""
-    biases = {name: p for name, p in at.parameters() if name.endswith('.bias')}
-    for name, parameter in biases.items():
-        other = name.replace('linear_proj', 'linear_fc2')
-        if other != name:
-            parameter.copy_(biases[other.replace('self_attention', 'mlp')])
-
-
-def load(at: Program) -> None:
-    """The weights of two iterations ago."""
-    if at.due:
-        for model, state in zip(at.models, at.kept['states'], strict=True):
-            model.load_state_dict(state)
-    elif at.iteration % NOW_AND_THEN == 1:
-        at.kept['states'] = [
-            {n: v.clone() if v is not None else v for n, v in model.state_dict().items()}
-            for model in at.models
-        ]
 
 
 def reseed(at: Program) -> None:
@@ -222,20 +174,13 @@ def average_alone(at: Program) -> None:
         at.read.append(len(at.kept))
 
 
-@contextlib.contextmanager
-def average_data(at: Program) -> Iterator[None]:
+def swap_alone(at: Program) -> None:
     """The same by other memory, and the old one again."""
     own = {name: parameter.data for name, parameter in at.parameters()}
     for _, parameter in at.parameters():
         parameter.data = parameter.data * 0.9
-    yield
     for name, parameter in at.parameters():
         parameter.data = own[name]
-
-
-def swap_alone(at: Program) -> None:
-    with average_data(at):
-        pass
 
 
 def log_norms(at: Program) -> None:
@@ -243,7 +188,6 @@ def log_norms(at: Program) -> None:
 
 
 def clip(parameter: Any) -> None:
-    """Each gradient by itself."""
     gradient = parameter.main_grad
     gradient.mul_((0.01 / (gradient.norm() + 1e-6)).clamp(max=1))
 
@@ -279,7 +223,6 @@ def late_hook(at: Program) -> None:
 
 
 def accumulated(at: Program) -> None:
-    """Counts what is accumulated."""
     counts = at.kept.setdefault('counts', {})
 
     def count(name: str, _: Any) -> None:
@@ -304,14 +247,7 @@ WEIGHTS: dict[str, dict[str, Callable]] = {
     'gradients before, clamp': {'before': each(of_each(fill), of_data(clamp_data))},
 }
 MORE_WEIGHTS: dict[str, dict[str, Callable]] = {
-    'weight decay of buffers': {'between': now_and_then(decay_buffers)},
     'clamp the last layer': {'between': of_data(clamp_data, ' 4.')},
-    'other memory': {'between': of_data(replace)},
-    'another order': {'between': of_data(permute, 'linear_fc1.weight ')},
-    'load': {'between': load},
-    'prune': {'between': of_data(prune)},
-    'tie': {'between': now_and_then(tie)},
-    'averages in evaluation, other memory': {'evaluation': average_data},
     'averages, other memory': {'between': swap_alone},
 }
 HOOKS = {'start': each(of_each(halve), accumulated), 'between': late_hook, 'backward': told}

@@ -2,16 +2,10 @@
 
 import torch
 import torch.distributed as dist
-from programs import pairs
-from stages import ROWS, WIDTH, LinearStage
+from stages import CPU, ROWS, WIDTH, LinearStage, Pipeline, even, message_of
 
-from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.ir import F, Pass, Placement, Schedule, chain
-from megatron_zbpp.runtime.channels import Channels, Message
-from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.collectives import Collectives
-from megatron_zbpp.runtime.executor import Executor
-from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.techniques.vocabulary.graph import (
     GRADIENT,
     HIDDEN,
@@ -21,7 +15,6 @@ from megatron_zbpp.techniques.vocabulary.graph import (
     split_vocabulary,
 )
 
-CPU = torch.device('cpu')
 WORDS = 24
 
 
@@ -51,10 +44,8 @@ def targets(microbatch: int, on: torch.device = CPU) -> torch.Tensor:
 
 
 class Hidden(LinearStage):
-    """A stage before the output layer."""
-
-    def __init__(self, store, stage):
-        super().__init__(store, stage, num_stages=0)  # none is the last
+    def __init__(self, store, stage, num_stages=0, rows=even):
+        super().__init__(store, stage, 0, rows)  # none is the last
 
 
 class Shard:
@@ -86,7 +77,6 @@ class Shard:
         return {STATISTICS: torch.stack([most, sums, (y * hits).sum(-1)]), GRADIENT: part}
 
     def weight_gradient(self, p, inputs):
-        """T."""
         ((gathered,),) = inputs.values()
         hidden, soft, hits = self._kept.pop(p.microbatch)
         self.gradient += (self._share(gathered)[:, None] * soft - hits).t() @ hidden
@@ -103,26 +93,18 @@ class Shard:
         return each[self.rank] / each.sum(0)
 
 
-def executor(schedule: Schedule, channels=None, group=None, on=CPU, clock=None, **options):
-    """Return the executor of this rank, with its stage and its shard."""
-    rank, store, programs = dist.get_rank(), WeightGradStore(), lower(schedule)
-    stage, shard = Hidden(store, rank).to(on), Shard(rank, schedule.num_ranks, on)
-    message = Message((ROWS, WIDTH), torch.float32, on)
-    group = group or dist.new_group()
-    ranks = range(schedule.num_ranks)
-    collectives = Collectives(group, ranks, on, {HIDDEN: (message,), GRADIENT: (message,)})
-    made = Executor(
-        programs[rank],
-        {rank: stage},
-        channels or Channels(dist.group.WORLD, pairs(programs), CPU),
-        message,
-        store,
-        clock or HostClock(),
-        actions={S: shard.logits, T: shard.weight_gradient},
-        collectives=collectives,
-        **options,
+def executor(schedule: Schedule, group=None, of_collectives=None, on=CPU, **options):
+    """Return the executor of this rank, with its stage and its shard; groups are of messages and
+    of collectives."""
+    rank = dist.get_rank()
+    shard, hidden = Shard(rank, schedule.num_ranks, on), (message_of(on=on),)
+    of_names = {HIDDEN: hidden, GRADIENT: hidden}
+    options['collectives'] = Collectives(
+        of_collectives or dist.new_group(), range(schedule.num_ranks), on, of_names
     )
-    return made, stage, shard
+    options['actions'] = {S: shard.logits, T: shard.weight_gradient}
+    pipeline = Pipeline(schedule, group, on=on, stage_class=Hidden, kept=False, **options)
+    return pipeline.executor(), pipeline.stages[rank], shard
 
 
 def reference(num_stages: int, num_microbatches: int):

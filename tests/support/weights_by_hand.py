@@ -10,7 +10,7 @@ from unittest import mock
 import stock
 import torch
 from example import MODEL, program
-from models import Job, replacements
+from models import Job, replacements, with_fields
 from outcome import logged
 
 import megatron_zbpp
@@ -63,7 +63,6 @@ class Case:
 
 
 def version_of_forward(method: str, p: int, m: int, stage: int, j: int) -> int:
-    """The version of the weights of a stage that microbatch j of the training uses."""
     if method == 'wpipe':
         return max(0, j // m - (stage < p))
     return max(0, j // m - 1 if method == 'pipedream-2bw' else (j - (p - 1 - stage)) // m)
@@ -187,14 +186,6 @@ class PipeMare(ByHand):
             group['lr'] = rate
 
 
-def without(argv: list[str], flag: str, default: str) -> tuple[list[str], str]:
-    """Return the words without a flag that the script does not have, and its value."""
-    if flag not in argv:
-        return argv, default
-    at = argv.index(flag)
-    return argv[:at] + argv[at + 2 :], argv[at + 1]
-
-
 def with_w(stage: int, ahead: int, m: int, total: int) -> Iterator[Pass]:
     """PipeDream's order, with W behind each B."""
     for p in orders_of(stage, ahead, m, total):
@@ -213,21 +204,18 @@ def replaced(case: Case, optimizer: str, script: Any) -> Iterator[tuple[Any, str
         made['OptimizerConfig'] |= half | scale
         made['TransformerConfig'] = half | {'pipeline_dtype': torch.float16}
     for name, values in made.items():
-        yield script, name, partial(changed, getattr(script, name), values)
+        yield script, name, with_fields(getattr(script, name), **values)
     if case.split:
         yield orders, '_order', with_w
     if case.method == 'wpipe':
         parse = script.parse_args
-        yield script, 'parse_args', lambda argv: laid_out(parse(argv), case.p)
 
+        def laid_out(argv: list[str]) -> Any:
+            args = parse(argv)
+            args.layout = megatron_zbpp.layout_for('wpipe', case.p, args.num_layers)
+            return args
 
-def laid_out(args: Any, p: int) -> Any:
-    args.layout = megatron_zbpp.layout_for('wpipe', p, args.num_layers)
-    return args
-
-
-def changed(original: Callable, values: dict[str, Any], **given: Any) -> Any:
-    return original(**given | values)
+        yield script, 'parse_args', laid_out
 
 
 def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
@@ -235,7 +223,10 @@ def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
     import report
     from megatron.core import parallel_state
 
-    argv, optimizer = without(argv, '--optimizer', 'adam')
+    optimizer = 'adam'
+    if '--optimizer' in argv:  # which the script does not have
+        at = argv.index('--optimizer')
+        argv, optimizer = argv[:at] + argv[at + 2 :], argv[at + 1]
     schedule = ['--pipeline-schedule', *(['megatron'] if by_hand else [case.method, *case.added])]
     patches = partial(replaced, case, optimizer)
     copies = logged('megatron_zbpp.job', 'copies of weights')
@@ -279,7 +270,6 @@ def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
 
 
 def endless_of(plugin: Any) -> Any:
-    """The plugin's training whose pipeline never drains."""
     return next(face.endless for face in plugin.session.faces if face.name == 'updating')
 
 
@@ -334,7 +324,6 @@ def evaluation(models: list) -> Iterator[None]:
 
 
 def clip_by_stage(stepping: Any, sharded: bool) -> None:
-    """Let Megatron's optimizer take the norm of this rank's stage."""
     from megatron.core import parallel_state
 
     for leaf in stepping.chained_optimizers:

@@ -16,7 +16,6 @@ if importlib.util.find_spec('transformer_engine') is not None:
 
 
 def transformer_engine(version: str) -> Path:
-    """The folder that holds `transformer_engine` of that version."""
     if version == 'installed':
         spec = importlib.util.find_spec('transformer_engine')
         return Path(spec.submodule_search_locations[0]).parent

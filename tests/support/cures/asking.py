@@ -128,7 +128,6 @@ def line(words: str, sizes: str = SIZES, gpus: int | None = None) -> None:
 
 
 def benched(words: str) -> None:
-    """A launch line that `zbpp bench` reads."""
     with _without_world_size():
         Bench.of(words.split())
 
@@ -145,7 +144,6 @@ def package(module: str | None) -> None:
 
 
 def moved(command_line: bool) -> None:
-    """A Megatron whose command line is elsewhere."""
     name = 'megatron.training.arguments'
     with mock.patch.dict(sys.modules, {name: ModuleType(name)}):
         if command_line:
@@ -162,7 +160,6 @@ def enable(**given: object) -> None:
 
 
 def plugin(method: str, *given: object, schedule: str = 'zb-v', **named: object) -> None:
-    """A call of what `enable` returns."""
     getattr(Plugin(Settings(schedule)), method)(*given, **named)
 
 
@@ -172,7 +169,6 @@ def programs(microbatches: int = 4, ranks: int = 2, **given: object) -> None:
 
 
 def recipe(schedule: str = 'zb-v', dist: dict[str, object] | None = None, **model: object) -> None:
-    """Megatron-Bridge's configuration, checked."""
     own = config(**model)
     vars(own.dist).update(dist or {})
     with mock.patch.dict(os.environ, {'WORLD_SIZE': '2'}):
@@ -196,7 +192,6 @@ def split(barriers: int = 1) -> Schedule:
 
 
 def updating() -> Schedule:
-    """A schedule with updates inside an iteration."""
     host = schedule('1f1b')
     return replace(host, graph=with_updates(host.graph))
 
@@ -239,7 +234,6 @@ def versions(tied: bool = False, anneals: int | None = None) -> None:
 
 
 def annealed(steps: int | None) -> None:
-    """A step of PipeMare without a scheduler."""
     rates = AnnealedRates(Session(Settings('pipemare', anneal_steps=steps)), EndlessTraining())
     with rates.annealed(SimpleNamespace(param_groups=[{'lr': 1.0}])):
         pass

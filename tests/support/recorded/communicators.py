@@ -13,8 +13,6 @@ _UNEVEN = ('alltoall', 'alltoall_base', 'all_to_all_single')
 
 @dataclass(frozen=True)
 class Operation:
-    """Of a communicator."""
-
     # the name of its group, which all ranks count alike, the group's ranks in the world, and for
     # messages, which two of the group talk
     communicator: tuple[str, tuple[int, ...], tuple[int, ...]]

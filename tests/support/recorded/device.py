@@ -35,19 +35,15 @@ asked: set[tuple[int, int]] = set()
 
 
 def installed() -> bool:
-    """Whether this process has the device."""
     return _library is not None
 
 
 def library() -> Any:
-    """Return the functions of `device.cpp`."""
     assert _library is not None, 'recorded.device.install() comes first'
     return _library
 
 
 class Stream(torch.Stream):
-    """As torch.cuda.Stream."""
-
     def __new__(cls, device: Any = None, priority: int = 0, **ids: int) -> Stream:
         if 'stream_id' in ids:
             return super().__new__(cls, **ids)
@@ -64,8 +60,6 @@ class Stream(torch.Stream):
 
 
 class Event(torch.Event):
-    """As torch.cuda.Event."""
-
     def __new__(cls, enable_timing=False, blocking=False, interprocess=False) -> Event:
         return super().__new__(cls, device='cuda', enable_timing=enable_timing)
 
@@ -108,12 +102,10 @@ def stream_of(number: int) -> Stream:
 
 
 def current_stream(device: Any = None) -> Stream:
-    """As torch.cuda.current_stream: of this thread."""
     return stream_of(library().recorded_stream(-1))
 
 
 def set_stream(stream: Any) -> None:
-    """As torch.cuda.set_stream."""
     if stream is not None:
         library().recorded_stream(stream.stream_id)
 
@@ -207,14 +199,11 @@ def _resize(original: Any) -> Any:
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
         if storage.device.type != 'cuda':
             return original(storage, nbytes)
-        torch.ops.recorded.resize(_whole(storage), nbytes)
+        whole = torch.empty(0, dtype=torch.uint8, device='cuda').set_(storage)
+        torch.ops.recorded.resize(whole, nbytes)
         return storage
 
     return resize_
-
-
-def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device='cuda').set_(storage)
 
 
 def launch(name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
@@ -238,7 +227,6 @@ def _meanwhile(function: str, value: int) -> Iterator[None]:
 
 
 def stalled() -> contextlib.AbstractContextManager[None]:
-    """Let no event happen that the host does not wait for."""
     return _meanwhile('stall', 1)
 
 
@@ -314,6 +302,11 @@ def recording() -> Iterator[Order]:
 def look(order: Order) -> Order:
     """Return the order as it is, within its `recording`."""
     return order.read(_words())
+
+
+def waits(order: Order) -> list[str]:
+    """Return what the host has waited for up to now, and in which pass."""
+    return [f'{wait.what} in {wait.within or None}' for wait in look(order).waits]
 
 
 def _words() -> array:

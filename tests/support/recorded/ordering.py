@@ -32,8 +32,6 @@ Clock = dict[int, int]  # how many kernels of each stream are before
 
 @dataclass(frozen=True)
 class Use:
-    """A kernel."""
-
     kernel: str  # its name
     stream: int  # it runs on
     within: str  # the pass that launched it; empty between passes
@@ -60,39 +58,22 @@ class Race:
 
 @dataclass(frozen=True)
 class Wait:
-    """The host waited for the device."""
-
     what: str  # for what
     within: str  # the pass; empty between passes
-
-
-@dataclass
-class _Part:
-    """Bytes of a block that were used alike: the latest write, and the reads behind it."""
-
-    begin: int
-    end: int
-    write: tuple[int, int, Use] | None = None  # stream, its count, the kernel
-    reads: dict[int, tuple[int, Use]] = field(default_factory=dict)
-
-    def split(self, at: int) -> tuple[_Part, _Part]:
-        spans = (self.begin, at), (at, self.end)
-        return tuple(_Part(*span, self.write, dict(self.reads)) for span in spans)
 
 
 @dataclass
 class _Block:
     nbytes: int = 0
     owner: int = HOST
-    parts: list[_Part] = field(default_factory=list)
+    # by first and last byte, stream, and whether it writes: its count and the latest such kernel
+    uses: dict[tuple[int, int, int, bool], tuple[int, Use]] = field(default_factory=dict)
     last: dict[int, tuple[int, Use]] = field(default_factory=dict)
     recorded: set[int] = field(default_factory=set)
 
 
 @dataclass
 class Order:
-    """What a log shows."""
-
     names: Callable[[int], str]
     # uses that nothing orders, each pair of kernels, streams and passes once
     races: dict[Race, int] = field(default_factory=dict)
@@ -148,7 +129,7 @@ class Order:
         for at in range(0, len(accesses), 4):
             writes, block, begin, end = accesses[at : at + 4]
             found = self._blocks.setdefault(block, _Block())
-            self._access(found, (begin, end), bool(writes), (stream, count, use))
+            self._access(found, (begin, end, stream, bool(writes)), count, use)
             found.last[stream] = count, use
 
     def _record(self, stream: int, event: int) -> None:
@@ -234,30 +215,17 @@ class Order:
 
     # Memory
 
-    def _access(
-        self, block: _Block, span: tuple[int, int], writes: bool, now: tuple[int, int, Use]
-    ) -> None:
-        begin, end = span
-        before, within, behind = _cut(block.parts, begin, end)
-        for part in within:
-            self._compare(part, writes, now)
-        stream, count, use = now
-        if writes:
-            within = [_Part(begin, end, now)]
-        else:
-            within = _filled(within, begin, end)
-            for part in within:
-                part.reads[stream] = count, use
-        block.parts = [*before, *within, *behind]
-
-    def _compare(self, part: _Part, writes: bool, now: tuple[int, int, Use]) -> None:
-        stream, _, use = now
-        clock, earlier = self._clocks[stream], [part.write] if part.write else []
-        if writes:
-            earlier += [(other, count, read) for other, (count, read) in part.reads.items()]
-        for other, count, earlier_use in earlier:
-            if other != stream and clock.get(other, 0) < count:
+    def _access(self, block: _Block, key: tuple[int, int, int, bool], count: int, use: Use) -> None:
+        begin, end, stream, writes = key
+        clock = self._clocks[stream]
+        for (first, last, other, wrote), (earlier, earlier_use) in block.uses.items():
+            same_bytes = max(first, begin) < min(last, end)
+            ordered = other == stream or clock.get(other, 0) >= earlier
+            if same_bytes and (writes or wrote) and not ordered:
                 self._found(Race(earlier_use, use))
+        if writes:  # what it covers is before whatever comes behind it
+            block.uses = {k: v for k, v in block.uses.items() if k[0] < begin or k[1] > end}
+        block.uses[key] = count, use
 
     def _give_anew(self, stream: int, clock: Clock, use: Use) -> None:
         """Let a kernel have the memory that its stream freed."""
@@ -290,36 +258,3 @@ def _join(clock: Clock, other: Clock) -> None:
     for stream, count in other.items():
         if clock.get(stream, 0) < count:
             clock[stream] = count
-
-
-def _cut(parts: list[_Part], begin: int, end: int) -> tuple[list[_Part], list[_Part], list[_Part]]:
-    """Return the parts before, within and behind, split where they lie across."""
-    before, within, behind = [], [], []
-    for each in parts:
-        part = each
-        if part.begin < begin < part.end:
-            first, part = part.split(begin)
-            before.append(first)
-        if part.begin < end < part.end:
-            part, last = part.split(end)
-            behind.append(last)
-        if part.end <= begin:
-            before.append(part)
-        elif part.begin >= end:
-            behind.append(part)
-        else:
-            within.append(part)
-    return before, within, behind
-
-
-def _filled(parts: list[_Part], begin: int, end: int) -> list[_Part]:
-    """Return parts for all bytes from `begin` to `end`."""
-    made, at = [], begin
-    for part in parts:
-        if at < part.begin:
-            made.append(_Part(at, part.begin))
-        made.append(part)
-        at = part.end
-    if at < end:
-        made.append(_Part(at, end))
-    return made

@@ -16,8 +16,6 @@ from recorded.communicators import Operation
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a training left on a rank, and what its device wrote down."""
-
     trained: models.Trained | None  # what `models.train` returns; None of another training
     races: dict[str, int]  # in words, and how often
     kernels: Counter[tuple[str, int, str]]  # by (kind of pass, stream, name), how many
@@ -46,7 +44,6 @@ def _on_side_stream(make: Any) -> Any:
 
 
 def train(job: models.Job, argv: list[str]) -> Recorded:
-    """Runs on each rank."""
     import pretrain_gpt
 
     wrapped = _on_side_stream(pretrain_gpt.DDP)
@@ -68,7 +65,10 @@ def recording() -> Iterator[list[Recorded]]:
         Recorded(
             None,
             {str(race): times for race, times in order.races.items()},
-            Counter((_kind(use.within), use.stream, use.kernel) for use in order.uses),
+            Counter(
+                (''.join(filter(str.isalpha, use.within)), use.stream, use.kernel)
+                for use in order.uses
+            ),
             Counter((wait.what, wait.within) for wait in order.waits),
             list(groups.operations),
             order.planned,
@@ -77,8 +77,3 @@ def recording() -> Iterator[list[Recorded]]:
             dict(order.late),
         )
     )
-
-
-def _kind(name: str) -> str:
-    """Return the letters of a pass: 2B1 is a B."""
-    return ''.join(filter(str.isalpha, name))
