@@ -1,11 +1,12 @@
-"""Our flags in NVIDIA's training loop: all that people train with, to the bit as without them."""
+"""Our flags in NVIDIA's training loop: all that people train with, and how it ends, to the bit as
+without them."""
 
 from dataclasses import replace
 
 import events
 import pytest
 from defined import require_defined, watched
-from grids import grid
+from grids import grid, some
 from nvidia import by, go_on, known, needs_training, require_same, run, since
 from supported import supports
 
@@ -179,3 +180,79 @@ def test_reduction_overlaps(ranks):
         ended, passes = zip(*found, strict=True)
         assert max(ended) < max(passes), 'none waits for the end of the schedule'
         assert min(ended) < max(passes) - 1, 'some begin while other passes are to come'
+
+
+# ---- It leaves its way: exits, skipped iterations, re-runs.
+
+
+SIGNAL, IN_STEP, NOTHING = ['--exit-signal-handler'], ['in the step'], (None, None)
+# why it ends, schedule, flags, what brings it about, and what that reports; behind the second:
+# amid forwards that run ahead
+EXITS = [
+    ('signal', 'zb-v', SIGNAL, events.Signalled(3, 1, False), ([], ['before it'])),
+    ('signal', 'zb-h1+post-validation', SIGNAL, events.Signalled(3, 0, True), (IN_STEP, [])),
+    ('duration', 'zb-v+post-validation', ['--exit-duration-in-mins', 40], events.Late(3), NOTHING),
+    ('signal', 'zb-v+post-validation', SIGNAL, events.Signalled(3, 1, True), ([], IN_STEP)),
+    ('interval', 'zb-h1+post-validation', ['--exit-interval', 4], events.nothing, NOTHING),
+]
+LONGER = [*PIPELINE, *NO_CLIPPING, '--train-iters', 8]
+
+
+@supports("NVIDIA's loop: exit by {reason}, resumed")
+@some('reason, schedule, flags, event, reported', EXITS[:3], *EXITS)
+def test_resumed_after_an_exit(ranks, tmp_path, reason, schedule, flags, event, reported):
+    """In the fourth iteration; runs begin behind the first."""
+    start, end = tmp_path / 'start', tmp_path / 'end'
+    whole = run(ranks(2), *LONGER, '--save', start, '--save-interval', 1)
+    through = ['--load', start, '--ckpt-step', 1, '--save', end, '--save-interval', 100]
+    ours = [*LONGER, *by(schedule)]
+    first = run(ranks(2), *ours, *through, *flags, event=event)
+    assert first.reported == reported and [*first.losses] == [2, 3, 4]
+    assert (end / 'latest_checkpointed_iteration.txt').read_text() == '4'
+    rest = run(ranks(2), *ours, '--load', end)
+    require_same(replace(rest, losses=first.losses | rest.losses), whole, 1)
+
+
+# early steps need two iterations alike before them
+SKIPPED = [*LONGER, '--iterations-to-skip', 3, 6, 7]
+AGAIN = [*PIPELINE, *NO_CLIPPING, '--train-iters', 4, '--rerun-mode', 'validate_results']
+
+
+@supports("NVIDIA's loop: skipped iterations")
+@grid(schedule=('zb-v', 'zb-interleaved', 'zb-h1', 'zb-v+post-validation'))
+def test_skipped_as_by_megatron(ranks, tmp_path, schedule):
+    """From a checkpoint of Megatron's own; forwards may have run ahead of what is skipped."""
+    size = 4 if schedule == 'zb-h1' else 2  # of 4 a rank in the middle has no data
+    flags = [*SKIPPED, '--pipeline-model-parallel-size', size]
+    _, stock = go_on(ranks(size), tmp_path, flags, by(schedule), optimizer=False)
+    assert len(stock.losses) == 5
+
+
+@supports("NVIDIA's loop: iterations run again", 'zb-h1 zb-v')
+def test_run_again_as_by_megatron(ranks, tmp_path):
+    """On the same data; steps that are to be validated later wait, since forwards of an iteration
+    would have begun before its data and random states were noted."""
+    saving = ['--save', tmp_path, '--save-interval', 1]
+    stock = run(ranks(2), *AGAIN, *saving, event=events.doubted)
+    assert len(stock.reported[-1]['RERUNNING_IN_PLACE']) >= 3 * 8
+    for schedule in ('zb-h1+post-validation', 'zb-v'):
+        ours = ['--load', tmp_path, '--ckpt-step', 1, *by(schedule)]
+        found = run(ranks(2), *AGAIN, *ours, event=events.doubted, waits='+' in schedule)
+        require_same(found, stock, 1, optimizer=False)
+        for seen in found.reported:  # from the second iteration on
+            first, again = seen.values()
+            assert again and again == first[-len(again) :]
+
+
+@supports("NVIDIA's loop: exit in the middle of a batch, resumed", 'zb-v')
+def test_resumed_where_a_batch_was_doubted(ranks, tmp_path):
+    """A loss that is doubted twice: state from before that iteration is saved, and the run ends."""
+    start, middle = tmp_path / 'start', tmp_path / 'middle'
+    stock = run(ranks(2), *AGAIN, '--save', start, '--save-interval', 1)
+    ours = [*AGAIN, *by('zb-v'), '--save', middle, '--save-interval', 100]
+    loading = ['--load', start, '--ckpt-step', 1]
+    first = run(ranks(2), *ours, *loading, event=events.Faulty(3))
+    assert first.reported == ([16], [16]) and first.losses.keys() == {2}
+    again = ['--load', middle, '--rerun-mode', 'disabled']  # else on another device only
+    rest = run(ranks(2), *ours, *again)
+    require_same(replace(rest, losses=first.losses | rest.losses), stock, 1)
