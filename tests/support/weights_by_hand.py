@@ -216,14 +216,22 @@ def replaced(case: Case, optimizer: str, script: Any) -> Iterator[tuple[Any, str
         yield script, name, partial(changed, getattr(script, name), values)
     if case.split:
         yield orders, '_order', with_w
-    if case.method == 'wpipe':
+    yield from laid_out(script, case.method)
+
+
+def laid_out(script: Any, method: str) -> Iterator[tuple[Any, str, Any]]:
+    """(owner, name, what it is to be), so that Megatron's own schedule has the layout of WPipe."""
+
+    def parsed(argv: list[str]) -> Any:
+        args = parse(argv)
+        args.layout = megatron_zbpp.layout_for(
+            'wpipe', args.pipeline_model_parallel_size, args.num_layers
+        )
+        return args
+
+    if method == 'wpipe':
         parse = script.parse_args
-        yield script, 'parse_args', lambda argv: laid_out(parse(argv), case.p)
-
-
-def laid_out(args: Any, p: int) -> Any:
-    args.layout = megatron_zbpp.layout_for('wpipe', p, args.num_layers)
-    return args
+        yield script, 'parse_args', parsed
 
 
 def changed(original: Callable, values: dict[str, Any], **given: Any) -> Any:
