@@ -3,17 +3,23 @@
 import weakref
 from argparse import Namespace
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from example import forget_groups, program, small_config, words
+from example import groups, program, small_config, words
 
 import megatron_zbpp
 from megatron_zbpp.analysis.memory import live
 from megatron_zbpp.ir import BW, B, F, W
 from megatron_zbpp.ir.costs import Costs
+
+
+class Holder:
+    def __init__(self, tensor):
+        self.tensor = tensor
 
 
 class Bytes:
@@ -24,9 +30,12 @@ class Bytes:
         self._store = store
         self._parameters = {p.untyped_storage().data_ptr() for p in parameters}
 
-    def pack(self, tensor):
-        holder = _Holder(tensor)
-        self._saved.add(holder)
+    def seen(self):
+        """What autograd saves meanwhile counts."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda holder: holder.tensor)
+
+    def _pack(self, tensor):
+        self._saved.add(holder := Holder(tensor))
         return holder
 
     def count(self):
@@ -42,32 +51,13 @@ class Bytes:
         return sum(s.nbytes() for at, s in storages.items() if at not in self._parameters)
 
 
-class _Holder:
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-
-class SamplingClock:
-    """Counts bytes whenever the executor takes the time."""
-
-    def __init__(self, held):
-        self._held = held
-
-    def mark(self):
-        return self._held.count()
-
-    def seconds(self, mark):
-        return mark
-
-
 @contextmanager
 def weighing(held):
-    """Bytes are counted before and after each pass within."""
+    """Bytes are counted before and after each pass within, whenever the executor takes the time."""
     from megatron_zbpp.mcore.iteration import batch
 
-    clock = mock.patch.object(batch, 'clock_for', lambda *_, **__: SamplingClock(held))
-    hooks = torch.autograd.graph.saved_tensors_hooks(held.pack, lambda holder: holder.tensor)
-    with clock, hooks:
+    clock = SimpleNamespace(mark=held.count, seconds=lambda mark: mark)
+    with mock.patch.object(batch, 'clock_for', lambda *_, **__: clock), held.seen():
         yield
 
 
@@ -151,63 +141,53 @@ CASES = {
 @pytest.mark.parametrize('case', CASES)
 def test_a_layer_holds_what_the_doctor_says(case):
     """Bytes that one layer of Megatron's holds from F to B, and from B to W."""
-    from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_block import TransformerBlock
     from specs import SequenceParallelNorm
 
     from megatron_zbpp.mcore.job.model_shape import layer_memory
 
-    sizes = SIZES | CASES[case]
-    args = Namespace(**sizes)
+    args = Namespace(**SIZES | CASES[case])
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     full = args.recompute_granularity == 'full'
-    try:
-        with megatron_zbpp.enable('zb-h1') as plugin:
-            parallel_state.initialize_model_parallel(args.tensor_model_parallel_size)
-            model_parallel_cuda_manual_seed(1)
-            kind = torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu
-            config = small_config(
-                *(1, HIDDEN, HEADS),
-                ffn_hidden_size=args.ffn_hidden_size,
-                num_query_groups=args.num_query_groups if args.group_query_attention else None,
-                gated_linear_unit=args.swiglu,
-                activation_func=kind,
-                add_bias_linear=not args.swiglu,
-                tensor_model_parallel_size=args.tensor_model_parallel_size,
-                sequence_parallel=args.sequence_parallel,
-                params_dtype=dtype,
-                bf16=args.bf16,
-                hidden_dropout=0.0,
-                attention_dropout=0.0,
-                # attention keeps no scores, as a fused one
-                recompute_granularity='full' if full else 'selective',
-                recompute_method='uniform' if full else None,
-                recompute_num_layers=1 if full else None,
-            )
-            spec = get_gpt_layer_local_spec()
-            if args.sequence_parallel:  # torch's norm cannot
-                spec.submodules.input_layernorm = SequenceParallelNorm
-                spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
-            block = TransformerBlock(config, spec, post_layer_norm=False)
-            ranks = args.tensor_model_parallel_size if args.sequence_parallel else 1
-            shape = SEQUENCE // ranks, MICRO_BATCH, HIDDEN
-            mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
-            store = plugin.session.store
-            saved = Bytes(store, [*block.parameters(), mask])
-            hooks = torch.autograd.graph.saved_tensors_hooks
-            with store.scope((0, 0)), hooks(saved.pack, lambda holder: holder.tensor):
-                input = torch.randn(shape, dtype=dtype, requires_grad=True)
-                output = block(input, mask)
-            _, activation = saved.count()
-            store.open((0, 0))
-            with store.scope((0, 0)):
-                output.backward(torch.randn_like(output))
-            retained = store.held((0, 0))
-            store.clear()
-    finally:
-        forget_groups()
+    parallel, shared = args.tensor_model_parallel_size, args.sequence_parallel
+    with megatron_zbpp.enable('zb-h1') as plugin, groups(parallel):
+        config = small_config(
+            *(1, HIDDEN, HEADS),
+            ffn_hidden_size=args.ffn_hidden_size,
+            num_query_groups=args.num_query_groups if args.group_query_attention else None,
+            gated_linear_unit=args.swiglu,
+            activation_func=torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
+            add_bias_linear=not args.swiglu,
+            tensor_model_parallel_size=parallel,
+            sequence_parallel=shared,
+            params_dtype=dtype,
+            bf16=args.bf16,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            # attention keeps no scores, as a fused one
+            recompute_granularity='full' if full else 'selective',
+            recompute_method='uniform' if full else None,
+            recompute_num_layers=1 if full else None,
+        )
+        spec = get_gpt_layer_local_spec()
+        if shared:  # torch's norm cannot
+            spec.submodules.input_layernorm = SequenceParallelNorm
+            spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
+        block = TransformerBlock(config, spec, post_layer_norm=False)
+        shape = SEQUENCE // (parallel if shared else 1), MICRO_BATCH, HIDDEN
+        mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+        store = plugin.session.store
+        saved = Bytes(store, [*block.parameters(), mask])
+        with store.scope((0, 0)), saved.seen():
+            input = torch.randn(shape, dtype=dtype, requires_grad=True)
+            output = block(input, mask)
+        _, activation = saved.count()
+        store.open((0, 0))
+        with store.scope((0, 0)):
+            output.backward(torch.randn_like(output))
+        retained = store.held((0, 0))
+        store.clear()
     said = layer_memory(args)
     assert retained == said.retained
     if args.swiglu:  # without its kernel torch keeps the halves, and what they make

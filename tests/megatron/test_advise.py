@@ -50,9 +50,8 @@ def job_of(line: AdvisedLine, gpus: int = 8) -> Job:
 def test_the_model_and_its_setup() -> None:
     line = read(f'{LINE} --use-distributed-optimizer --transformer-impl local')
     job = job_of(line)
-    assert job.shape == Shape(
-        'llama', 8, 64, 4, 128, 32, 1.0, ffn=128, head_dim=16, bandwidth=100.0
-    )
+    more = {'ffn': 128, 'head_dim': 16, 'bandwidth': 100.0}
+    assert job.shape == Shape('llama', 8, 64, 4, 128, 32, 1.0, **more)
     sizes = job.global_batch, job.shards_optimizer, job.overlaps, job.fused
     assert sizes == (16, True, False, False)
     assert line.own(job) == PLAIN
@@ -96,13 +95,10 @@ def test_jobs_of_lines(words: str, wanted: dict[str, object]) -> None:
     assert {name: getattr(job, name) for name in wanted} == wanted
 
 
-def test_a_batch_that_the_line_leaves_out() -> None:
-    """One microbatch of each replica, as Megatron has it."""
+def test_sizes_that_follow_from_others() -> None:
+    """Without a batch one microbatch of each replica, as Megatron has it."""
     line = read(LINE.replace('--global-batch-size 16', '').replace('batch-size 1', 'batch-size 3'))
     assert line.sizes(8)['global_batch'] == 3 * 8 // (2 * 2)
-
-
-def test_sizes_that_follow_from_others() -> None:
     plain = LINE.replace('--ffn-hidden-size 128', '')
     gated = job_of(read(f'{plain} --kv-channels 32')).shape
     assert (gated.ffn, gated.head_dim) == (64 * (4 * 64 * 2 // 3 // 64), 32)
@@ -229,9 +225,8 @@ def test_printed(capsys, monkeypatch) -> None:
     rows = printed.splitlines()[1:6]
     assert rows[1].startswith('launch line') and [row[0] for row in rows[2:5]] == ['1', '2', '3']
     pasted = printed.partition('1: ')[2].partition('\n  torchrun')[2].partition('\n\n')[0]
-    assert shlex.split('torchrun' + pasted.replace('\\\n', ' ')) == shlex.split(
-        found['best'][0]['launch_line']
-    )
+    pasted, best = f'torchrun{pasted}'.replace('\\\n', ' '), found['best'][0]['launch_line']
+    assert shlex.split(pasted) == shlex.split(best)
 
 
 @pytest.mark.parametrize(('line', 'told'), rows_of('refused_lines.txt', 'zbpp advise'))
@@ -312,9 +307,8 @@ def test_doctor_and_advise_agree(machine: str, capsys) -> None:
         found = doctored(capsys, shlex.split(row['launch_line']), *rates)['predicted']
         assert found['nbytes'] == row['bytes'] and found['seconds'] == row['seconds']
         assert 1 - found['seconds'] / found['rival'] == row['gain']
-        assert all(
-            0 < own < most for own, most in zip(found['fixed'], found['nbytes'], strict=True)
-        )
+        both = zip(found['fixed'], found['nbytes'], strict=True)
+        assert all(0 < own < most for own, most in both)
         main(['doctor', *rates, '--', *shlex.split(row['launch_line'])])
         text = capsys.readouterr().out
         more = 'more' if row['gain'] < 0 else 'less'

@@ -15,6 +15,8 @@ from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.schedules import build
 
+EARLY = '--enable-optimizer-post-validation'
+
 
 def test_nothing_asked_nothing_done(ranks):
     found = parsed(ranks)
@@ -34,73 +36,37 @@ def test_what_is_about_a_schedule_wants_one(ranks):
         assert said in refused(ranks, each.name, *value)
         names.append(each.name)
     assert len(names) > 20
-    both = ['--pipeline-freeze', 'all', '--enable-optimizer-post-validation']
-    assert ' are about a --pipeline-schedule: give that, too' in refused(ranks, *both)
-
-
-def test_that_reruns_are_left_out_is_said_once(ranks):
-    """On one rank of all: `of_all` holds that the others say nothing."""
-    early = ['--pipeline-schedule', 'zb-v', '--enable-optimizer-post-validation']
-    found = parsed(ranks, *early, rerun_mode='validate_results')
-    assert found.code is None and found.said.count('--rerun-mode disabled, or all ranks would') == 1
+    both = refused(ranks, '--pipeline-freeze', 'all', EARLY)
+    assert ' are about a --pipeline-schedule: give that, too' in both
 
 
 @pytest.mark.parametrize(
-    ('schedule', 'changes', 'said'),
+    ('flag', 'changes', 'said'),
     [
-        ('zb-w', {}, "mean 'zb-v'"),
-        ('zb-h1', {'num_layers': 1}, '1 layers cannot be placed on 2 stages'),
-        ('zb-h1', {'num_virtual_stages_per_pipeline_rank': 2}, 'zb-h1 cannot have 2 chunks'),
-        ('zb-v', {'decoder_last_pipeline_num_layers': 8}, '{3: 4} (layers by stage) are given'),
+        (EARLY, {'rerun_mode': 'validate_results'}, '--rerun-mode disabled, or all ranks would'),
+        ('', {'defer_embedding_wgrad_compute': True}, 'compute has no effect: the schedule places'),
     ],
-    ids=str,
 )
-def test_refused(ranks, schedule, changes, said):
-    """In one line, with exit code 2; `test_message_cures.py` has each message and its cures."""
-    assert said in refused(ranks, '--pipeline-schedule', schedule, **changes)
-
-
-def test_one_rank_has_no_pipeline(ranks):
-    found = parsed(ranks, '--pipeline-schedule', 'zb-v', pipeline_model_parallel_size=1)
-    assert found.code is None and found.result.source is None
-    assert found.said.count('\n') == 1 and 'changes nothing' in found.said
+def test_what_is_superseded_is_said_once(ranks, flag, changes, said):
+    """On one rank of all: `of_all` holds that the others say nothing."""
+    found = parsed(ranks, '--pipeline-schedule', 'zb-v', *flag.split(), **changes)
+    assert found.code is None and found.said.count(said) == 1
 
 
 def test_one_rank_takes_no_wrong_values(ranks, tmp_path):
-    """As with several ranks, all at once; a plan of several ranks is right, and changes nothing."""
+    """As with several ranks, all at once; what is right, as a plan of several, changes nothing."""
+    one, file = {'pipeline_model_parallel_size': 1}, tmp_path / 'plan.json'
     words = '--pipeline-schedule zb-v --pipeline-clip 3 --pipeline-watchdog-timeout abc'.split()
-    told = parsed(ranks, *words, pipeline_model_parallel_size=1)
+    told = parsed(ranks, *words, **one)
     assert told.code == 2 and told.said == parsed(ranks, *words).said
     assert told.said.count('\n') == 2
-    name = refused(ranks, '--pipeline-schedule', 'nonsense', pipeline_model_parallel_size=1)
-    assert "unknown schedule 'nonsense'" in name
-    file = tmp_path / 'plan.json'
-    flag = '--pipeline-schedule-file'
-    assert 'plan.json' in refused(ranks, flag, file, pipeline_model_parallel_size=1)
+    assert "unknown schedule 'zb-x'" in refused(ranks, '--pipeline-schedule', 'zb-x', **one)
+    assert 'plan.json' in refused(ranks, '--pipeline-schedule-file', file, **one)
     file.write_text(build('zb-v', 4, 8).to_json())
-    found = parsed(ranks, flag, file, pipeline_model_parallel_size=1)
-    assert found.code is None and found.result.source is None and 'changes nothing' in found.said
-
-
-def test_deferral_of_the_embedding_is_superseded(ranks):
-    found = parsed(ranks, '--pipeline-schedule', 'zb-v', defer_embedding_wgrad_compute=True)
-    assert found.code is None
-    assert '--defer-embedding-wgrad-compute has no effect: the schedule places' in found.said
-
-
-@pytest.mark.parametrize(
-    ('changes', 'expected'),
-    [
-        ({'global_batch_size': 8}, [4]),
-        ({'global_batch_size': None}, [1]),
-        ({'global_batch_size': 16, 'rampup_batch_size': ['4', '4', '100']}, [2, 8]),
-        ({'global_batch_size': None, 'step_batch_size_schedule': '0:4 2B:16'}, [2, 8]),
-    ],
-    ids=str,
-)
-def test_numbers_of_microbatches(changes, expected):
-    """Each schedule is built before anything starts, so that what it cannot do is said then."""
-    assert sizes_of(**changes).microbatches(4) == expected
+    for given in (words[:2], ['--pipeline-schedule-file', file]):
+        found = parsed(ranks, *given, **one)
+        assert found.code is None and found.result.source is None
+        assert found.said.count('\n') == 1 and 'changes nothing' in found.said
 
 
 def sizes_of(**changes):
@@ -109,26 +75,34 @@ def sizes_of(**changes):
     return Sizes(argparse.Namespace(**{**MEGATRONS, **changes}))
 
 
+EVALUATED = {'global_batch_size': 8, 'eval_global_batch_size': 12}
+
+
 @pytest.mark.parametrize(
-    ('changes', 'expected'),
+    ('changes', 'trained', 'others'),
     [
-        ({'global_batch_size': 16, 'rampup_batch_size': ['4', '4', '100']}, [2, 4, 6]),
-        ({'global_batch_size': 16, 'rampup_batch_size': ['1', '4', '100']}, [2, 4, 6]),
-        ({'global_batch_size': 8, 'eval_global_batch_size': 12}, [6]),
-        ({'global_batch_size': 8, 'eval_global_batch_size': 12, 'eval_micro_batch_size': 3}, [2]),
-        ({'global_batch_size': 8, 'eval_micro_batch_size': 2}, [2]),
-        ({'global_batch_size': 8, 'eval_global_batch_size': 1}, []),
+        ({'global_batch_size': 8}, [4], []),
+        ({'global_batch_size': None}, [1], []),
+        ({'global_batch_size': None, 'step_batch_size_schedule': '0:4 2B:16'}, [2, 8], []),
+        ({'global_batch_size': 16, 'rampup_batch_size': ['4', '4', '100']}, [2, 8], [2, 4, 6]),
+        ({'global_batch_size': 16, 'rampup_batch_size': ['1', '4', '100']}, [8], [2, 4, 6]),
+        (EVALUATED, [4], [6]),
+        (EVALUATED | {'eval_micro_batch_size': 3}, [4], [2]),
+        ({'global_batch_size': 8, 'eval_micro_batch_size': 2}, [4], [2]),
+        (EVALUATED | {'eval_global_batch_size': 1}, [4], []),
     ],
     ids=str,
 )
-def test_sizes_of_ramp_ups_and_evaluations(changes, expected):
-    """Evaluations of an asynchronous schedule drain, by another one."""
+def test_numbers_of_microbatches(changes, trained, others):
+    """Each schedule is built before anything starts, so that what it cannot do is said then; also
+    of ramp-ups and evaluations. Those of an asynchronous schedule drain, by another one."""
     sizes = sizes_of(**changes)
+    assert sizes.microbatches(4) == trained
     for schedule, evaluates in (('zb-v', True), ('pipedream', False)):
         with mock.patch.object(Programs, 'schedule') as made:
             sizes.require_every_size(4, Programs(Settings(schedule)))
         asked = evaluates or 'rampup_batch_size' in changes
-        assert [call.args[1] for call in made.call_args_list] == expected * asked
+        assert [call.args[1] for call in made.call_args_list] == others * asked
 
 
 def test_all_that_is_wrong_is_told_at_once(ranks):
@@ -332,6 +306,11 @@ def test_a_plan_brings_its_layout(ranks, tmp_path):
 )
 def test_a_plan_of_another_model(ranks, tmp_path, layout, said):
     assert said in refused(ranks, '--pipeline-schedule-file', plan_file(tmp_path, layout))
+
+
+def test_more_layers_are_given_than_there_are(ranks):
+    said = refused(ranks, '--pipeline-schedule', 'zb-v', decoder_last_pipeline_num_layers=8)
+    assert '{3: 4} (layers by stage) are given' in said
 
 
 @pytest.mark.on_ranks(2)

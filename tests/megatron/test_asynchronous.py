@@ -6,18 +6,26 @@ import json
 import re
 import shlex
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
+from unittest import mock
 
+import events
 import forked
+import nvidia
 import pytest
 from example import MODEL, run
 from grids import grid, some
 from models import Job
-from nvidia import require_same
+from nvidia import needs_training, require_same
 from paths import ROOT, SUPPORT
 from supported import supports
-from weights_by_hand import SIZES, Case, require_equal, trained
+from weights_by_hand import SIZES, ByChunk, ByHand, Case, PipeMare, clip_by_stage, require_equal
+
+from megatron_zbpp.mcore import enabled
 
 pytestmark = pytest.mark.alone
 
@@ -39,7 +47,7 @@ SETTINGS = {
     'fp16 with skipped steps': {'half': True},
     'fp16 with skipped steps, distributed optimizer': {
         'half': True,
-        'words': '--use-distributed-optimizer',
+        'words': SHARDED,
         'replicas': 2,
     },
     'experts': {'job': Job(kind='experts', te=False), 'words': UNTIED},
@@ -135,19 +143,6 @@ def test_layers_of_transformer_engine(te_ranks, data, method, model):
     require_equal(te_ranks, data, case(method, words, job=Job(**own)))
 
 
-def test_at_rate_zero_all_are_1f1b(ranks, data):
-    """Weights do not move: losses, gradients and what the optimizer keeps are those of 1F1B."""
-    still = ('--lr', '0', '--min-lr', '0')
-    _, *others = METHODS
-    stock, interleaved = (
-        trained(ranks, data, Case(method, 2, 2, still), True) for method in ('paci', 'wpipe')
-    )
-    for method in others:
-        ours = trained(ranks, data, Case(method, 2, 2, still), False)
-        like = interleaved if method == 'wpipe' else stock
-        assert [own[:3] for own in ours] == [other[:3] for other in like], method
-
-
 PAGE = (ROOT / 'docs' / 'asynchronous.md').read_text()
 TORCHRUN = [sys.executable, '-m', 'torch.distributed.run', '--standalone']
 PATHS = {'PYTHONPATH': f'{ROOT}:{ROOT / "examples" / "gpt"}:{SUPPORT}'}
@@ -204,3 +199,93 @@ def test_equal_hashes(ranks, data, tmp_path, method, p):
     assert losses_of(lines) == whole.losses[: KILLED - 1]
     after = run(ranks(p), *ours[at + 1 :], '--load', tmp_path / 'checkpoints')
     require_same(after, whole, INTERVAL)
+
+
+# ---- In NVIDIA's loop, unedited.
+
+
+BASE = f"""--pipeline-model-parallel-size 2 --num-layers 2 --train-iters 5 --clip-grad 0.5
+    --global-batch-size 2 --log-interval 4 --split 90,10,0 --eval-iters 1 --eval-interval 2
+    {UNTIED}""".split()
+
+
+@dataclass(frozen=True)
+class WeightsByHand:
+    """Puts weights of a method before each forward and backward of Megatron's 1F1B. Gives losses of
+    evaluations."""
+
+    method: str
+
+    @contextmanager
+    def __call__(self, training: Any) -> Iterator[list[str]]:
+        from megatron.core import parallel_state
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        get, hands = training.get_forward_backward_func, []
+
+        def get_forward_backward_func(*args: Any, **named: Any) -> Any:
+            original = get(*args, **named)
+
+            def forward_backward(**given: Any) -> Any:
+                if given.get('forward_only'):
+                    return original(**given)
+                if not hands:
+                    p = parallel_state.get_pipeline_model_parallel_world_size()
+                    stage = parallel_state.get_pipeline_model_parallel_rank()
+                    model = given['model']
+                    models = model if isinstance(model, list) else [model]
+                    by = {'wpipe': ByChunk, 'pipemare': PipeMare}.get(self.method, ByHand)
+                    hands.append(by(self.method, p, get_num_microbatches(), stage, models))
+                hands[0].keep()
+                with hands[0].batch():
+                    return original(**given)
+
+            return forward_backward
+
+        mine = mock.patch.object(training, 'get_forward_backward_func', get_forward_backward_func)
+
+        def clip(made: Any) -> None:
+            if self.method != 'pipedream-2bw':
+                clip_by_stage(made[1], sharded=False)
+
+        clips = events.after((training, 'setup_model_and_optimizer', clip))
+        with events.evaluations(training) as losses, mine, clips:
+            yield losses
+
+
+@contextmanager
+def finished(training: Any) -> Iterator[tuple[list[str], list[str]]]:
+    """Takes the step that is begun at the end, before parameters are read. Gives losses of
+    evaluations, and collectives that the last iteration waited for."""
+    with events.evaluations(training) as losses, events.waits(training) as waited:
+        yield losses, waited
+    assert enabled.plugin is not None
+    enabled.plugin.finish_step()
+
+
+@needs_training
+@supports("NVIDIA's loop: asynchronous, beside 1F1B with weights put in by hand", '{method}')
+@some('method', METHODS[:2], *METHODS[2:])
+def test_nvidias_loop(ranks, method):
+    """Losses, evaluations, parameters and optimizer state to the bit; clipping is active. The loop
+    waits for no other rank in the last iteration."""
+    flags, chunks = BASE, []
+    if method == 'wpipe':
+        flags = [*BASE, '--num-layers', 4]
+        chunks = ['--num-virtual-stages-per-pipeline-rank', 2]
+    ours = nvidia.run(ranks(2), *flags, '--pipeline-schedule', method, event=finished)
+    reference = nvidia.run(ranks(2), *flags, *chunks, event=WeightsByHand(method))
+    require_same(ours, reference)
+    assert [each for each, _ in ours.reported] == list(reference.reported)
+    assert [waits for _, waits in ours.reported] == [[], []]
+    assert all(float.fromhex(norm) > 0.5 for norm in reference.grad_norms.values())
+
+
+@needs_training
+def test_norms_of_parameters_are_of_the_newest_weights(ranks):
+    """Which are taken behind the call then, and not within the next."""
+    flags = [*BASE, '--log-params-norm', '--train-iters', 3]
+    ours = nvidia.run(ranks(2), *flags, '--pipeline-schedule', 'pipedream-2bw')
+    reference = nvidia.run(ranks(2), *flags, event=WeightsByHand('pipedream-2bw'))
+    assert ours.param_norms == reference.param_norms and ours.losses == reference.losses
+    assert len({*ours.param_norms.values()}) > 2

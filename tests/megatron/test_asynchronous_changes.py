@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,13 +14,12 @@ from unittest import mock
 import pytest
 import report
 import torch
-from example import MODEL, forget_groups, run
+from example import MODEL, program, run
 from grids import grid, some
 from stock import trained as trained_by_stock
 from supported import supports
-from weights_by_hand import ByChunk, ByHand, PipeMare, evaluation
+from weights_by_hand import ByChunk, ByHand, PipeMare, changed, evaluation, laid_out
 
-import megatron_zbpp
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.mcore.iteration.stages import Arguments
 from megatron_zbpp.mcore.patches.registry import Registry
@@ -95,37 +94,21 @@ def draws() -> str:
 
 def train(method: str, by_hand: bool, argv: list[str]) -> tuple:
     """Runs on each rank; returns all that is left, and random states between iterations."""
-    import pretrain_gpt as script
-    from megatron.core import parallel_state
+    from megatron.core.parallel_state import get_pipeline_model_parallel_rank
 
-    schedule = ['--pipeline-schedule', 'megatron' if by_hand else method]
-    made = script.TransformerConfig
+    def patches(script: Any) -> Iterator[tuple[Any, str, Any]]:
+        dropout = {'hidden_dropout': 0.0 if method == 'wpipe' else 0.1}
+        config = partial(changed, script.TransformerConfig, dropout)
+        yield script, 'TransformerConfig', config
+        yield from laid_out(script, method)
 
-    def config(**given: Any) -> Any:
-        return made(**{**given, 'hidden_dropout': 0.0 if method == 'wpipe' else 0.1})
-
-    with ExitStack() as stack:
-        stack.callback(forget_groups)
-        stack.enter_context(mock.patch.object(script, 'TransformerConfig', config))
-        args = script.parse_args([*argv, *schedule])
-        if method == 'wpipe':
-            ranks = args.pipeline_model_parallel_size
-            args.layout = megatron_zbpp.layout_for(method, ranks, args.num_layers)
-        plugin = script.enable(args, stack)
-        script.initialize(args)
-
-        def build() -> tuple:
-            models = script.build_model(args)
-            return models, *script.build_optimizer(args, models)
-
-        models, optimizer, scheduler = build()
+    words = [*argv, '--pipeline-schedule', 'megatron' if by_hand else method]
+    with program(words, patches) as at:
+        script, args, plugin, models = at.script, at.args, at.plugin, at.models
         dataset = script.build_datasets(args)[0]
-        data, others, held_out = (script.iterators(args, dataset, at) for at in (0, 50, 100))
-        p, rank = args.pipeline_model_parallel_size, 'get_pipeline_model_parallel_rank'
-        sizes = p, args.num_microbatches, getattr(parallel_state, rank)()
-        by = BY.get(method, ByFormula)
-        hand = by(method, *sizes, models)
-        losses, norms, states, left = [], [[]], [], []
+        data, others, held_out = (script.iterators(args, dataset, n) for n in (0, 50, 100))
+        p, stage = args.pipeline_model_parallel_size, get_pipeline_model_parallel_rank()
+        losses, norms, states, left = [], [], [], []
         for iteration in range(args.train_iters):
             if iteration == GROWS:
                 args.num_microbatches += p if method == 'wpipe' else 1
@@ -136,12 +119,13 @@ def train(method: str, by_hand: bool, argv: list[str]) -> tuple:
                 if plugin is not None:
                     plugin.drop_forwards()
                 data = others
-            if iteration == OTHER_MODEL:
+            if iteration in (0, OTHER_MODEL):
+                models = script.build_model(args) if iteration else models
+                optimizer, scheduler = script.build_optimizer(args, models)
                 left.append((models, optimizer))
                 norms.append([])
-                models, optimizer, scheduler = build()
-                sizes = p, args.num_microbatches, sizes[2]
-                hand = by(method, *sizes, models)
+                by = BY.get(method, ByFormula)
+                hand = by(method, p, args.num_microbatches, stage, models)
             for model in models:
                 model.zero_grad_buffer()
             optimizer.zero_grad()
@@ -155,7 +139,6 @@ def train(method: str, by_hand: bool, argv: list[str]) -> tuple:
             scheduler.step(increment=1)
             norms[-1].append(float(norm))
             states.append(draws())
-        left.append((models, optimizer))
         if plugin is not None:  # the program goes on without it
             plugin.disable()
         for model in models:

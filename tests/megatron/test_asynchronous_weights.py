@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -13,12 +12,11 @@ import models
 import pytest
 import torch
 from entered import entered
-from example import forget_groups, program
+from example import program
 from grids import some
 from ranks import RankError
-from weights_by_hand import Case
+from weights_by_hand import Case, laid_out
 
-import megatron_zbpp
 from megatron_zbpp.mcore.techniques.forwards_in_flight import Unwritten, require_seen
 
 pytestmark = [pytest.mark.alone, pytest.mark.on_ranks(1)]
@@ -96,19 +94,30 @@ def test_what_sees_neither_version():
     assert module.forwards.item() == 2 and not other._forward_hooks
 
 
-def kept_column(build: Any, *given: Any, **named: Any) -> Any:
-    """A chunk of Megatron's whose MLPs compute with what their weights were at first."""
+def column(forward: Callable[..., Any], build: Any, *given: Any, **named: Any) -> Any:
+    """A chunk of Megatron's whose MLPs compute by `forward`, which is given that of Megatron's."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    class KeptColumn(ColumnParallelLinear):
-        def forward(self, given: torch.Tensor, *more: Any, **named: Any) -> Any:
-            kept = vars(self).setdefault('kept', self.weight.detach().clone())
-            return super().forward(given, kept)
+    class OwnColumn(ColumnParallelLinear):
+        def forward(self, *given: Any, **named: Any) -> Any:
+            return forward(self, super().forward, *given, **named)
 
     model = build(*given, **named)
     for layer in model.decoder.layers:
-        layer.mlp.linear_fc1.__class__ = KeptColumn
+        layer.mlp.linear_fc1.__class__ = OwnColumn
+        layer.mlp.linear_fc1.register_buffer('forwards', torch.zeros(()), persistent=False)
     return model
+
+
+def keep(module: Any, compute: Callable, given: torch.Tensor, *_: Any, **__: Any) -> Any:
+    """With what the weights were at first."""
+    return compute(given, vars(module).setdefault('kept', module.weight.detach().clone()))
+
+
+def count(module: Any, compute: Callable, *given: Any, **named: Any) -> Any:
+    """And forwards are counted, at first unseen by autograd."""
+    module.forwards.data.add_(1)
+    return compute(*given, **named)
 
 
 def never_run(build: Any, *given: Any, **named: Any) -> Any:
@@ -138,10 +147,17 @@ def train(argv: list[str], changed: Callable[..., Any]) -> list[int]:
         return [*found, hooks()]
 
 
-def test_a_layer_that_keeps_its_weights(ranks, data):
+@pytest.mark.parametrize(
+    ('forward', 'told'),
+    [
+        (keep, r'OwnColumn does not see another version of its weights'),
+        (count, r'linear_fc1\.forwards.*, which a forward writes, is unsupported, because'),
+    ],
+)
+def test_layers_that_are_refused(ranks, data, forward, told):
     """Before anything is trained."""
-    with pytest.raises(RankError, match=r'KeptColumn does not see another version of its weights'):
-        ranks(2).run(train, Case('paci', 2, 1).argv(data), kept_column)
+    with pytest.raises(RankError, match=told):
+        ranks(2).run(train, Case('paci', 2, 1).argv(data), partial(column, forward))
 
 
 def test_models_are_left_as_they_were(ranks, data):
@@ -164,10 +180,6 @@ class Counting(torch.nn.Linear):
         return super().forward(given)
 
 
-def count_in_number(module: Any) -> None:
-    module.number += 1
-
-
 def set_at_first(module: Any) -> None:
     module.warm = module.number = 7
     module.input_tensor = torch.zeros(())
@@ -182,13 +194,9 @@ COUNTS: list[tuple[Callable, int, str | None]] = [
     (lambda module: setattr(module, 'forwards', module.forwards + 1), 0, '0.forwards'),
     (lambda module: module.register_buffer('asked', torch.zeros(1)), 20, '0.asked'),
     (lambda module: torch.no_grad()(module.bias.add_)(1), 0, '0.bias'),
-    (count_in_number, 1, None),
-    (count_in_number, 2, '0.number'),
-    (
-        lambda module: setattr(module, 'tensor', module.tensor.maximum(torch.ones(()))),
-        2,
-        '0.tensor',
-    ),
+    (lambda module: setattr(module, 'number', module.number + 1), 1, None),
+    (lambda module: setattr(module, 'number', module.number + 1), 2, '0.number'),
+    (lambda module: setattr(module, 'tensor', module.tensor + 1), 2, '0.tensor'),
     (lambda module: module.tensor.add_(1), 2, '0.tensor'),
     (lambda module: module.seen.append(1), 2, '0.seen'),
     (set_at_first, 0, None),
@@ -215,71 +223,16 @@ def test_forwards_that_write_what_steps_would_read():
     assert found == [name for _, _, name in COUNTS]
 
 
-def counting_column(build: Any, *given: Any, **named: Any) -> Any:
-    """A chunk of Megatron's whose MLPs count their forwards, at first unseen by autograd."""
-    from megatron.core.tensor_parallel import ColumnParallelLinear
-
-    class CountingColumn(ColumnParallelLinear):
-        def forward(self, *given: Any, **named: Any) -> Any:
-            self.forwards.data.add_(1)
-            return super().forward(*given, **named)
-
-    model = build(*given, **named)
-    for layer in model.decoder.layers:
-        layer.mlp.linear_fc1.__class__ = CountingColumn
-        layer.mlp.linear_fc1.register_buffer('forwards', torch.zeros(()), persistent=False)
-    return model
-
-
-def test_a_layer_that_counts_its_forwards(ranks, data):
-    """Before anything is trained."""
-    told = r'linear_fc1\.forwards.*, which a forward writes, is unsupported, because'
-    with pytest.raises(RankError, match=told):
-        ranks(2).run(train, Case('paci', 2, 1).argv(data), counting_column)
-
-
-def clamp(model: Any) -> None:
-    for parameter in model.parameters():
-        parameter.data.clamp_(-0.01, 0.01)
-
-
-@torch.no_grad()
-def write_seen(model: Any) -> None:
-    next(model.parameters()).mul_(2)
-
-
-def point(model: Any) -> None:
-    parameter = next(model.parameters())
-    parameter.data = parameter.data * 2
-
-
-def write_main(model: Any) -> None:
-    for parameter in model.parameters():
-        parameter.main_param.mul_(2)
-
-
-def write_buffer(model: Any) -> None:
-    model.temperature.data.fill_(2)
-
-
-def evaluate_from_now_on(model: Any) -> None:
-    model.eval()
-
-
-def freeze(model: Any) -> None:
-    next(model.parameters()).requires_grad_(False)
-
-
 # of each chunk; the last one behind another call, and before a step
-REFUSED: list[tuple[Callable, str]] = [
-    (clamp, 'weight'),
-    (write_seen, 'weight'),
-    (point, 'weight'),
-    (write_main, 'the main copy of '),
-    (write_buffer, 'temperature'),
-    (evaluate_from_now_on, r'train\(\) or eval\(\)'),
-    (freeze, 'weight'),
-    (clamp, 'weight'),
+REFUSED: list[tuple[Callable[[Any], object], str]] = [
+    (lambda model: [each.data.clamp_(-0.01, 0.01) for each in model.parameters()], 'weight'),
+    (lambda model: torch.no_grad()(next(model.parameters()).mul_)(2), 'weight'),
+    (lambda model: setattr(weight := next(model.parameters()), 'data', weight.data * 2), 'weight'),
+    (lambda model: [each.main_param.mul_(2) for each in model.parameters()], 'the main copy of '),
+    (lambda model: model.temperature.data.fill_(2), 'temperature'),
+    (lambda model: model.eval(), r'train\(\) or eval\(\)'),
+    (lambda model: next(model.parameters()).requires_grad_(False), 'weight'),
+    (lambda model: [each.data.clamp_(-0.01, 0.01) for each in model.parameters()], 'weight'),
 ]
 
 
@@ -300,16 +253,9 @@ METHODS = 'pipedream-2bw', 'pipemare', 'pipedream', 'paci', 'wpipe'
 def test_what_a_program_changes_between_two_calls(data, method):
     """Weights, however they are written, their main copies, buffers and modes: named before the
     next call runs anything; what is set back, and steps themselves, are no changes."""
-    import pretrain_gpt as script
-
     argv = [*Case(method, 2, 2, ('--bf16',)).argv(data), '--pipeline-schedule', method]
-    with ExitStack() as stack:
-        stack.callback(forget_groups)
-        args = script.parse_args(argv)
-        if method == 'wpipe':
-            args.layout = megatron_zbpp.layout_for('wpipe', 2, args.num_layers)
-        plugin = script.enable(args, stack)
-        script.initialize(args)
+    with program(argv, partial(laid_out, method=method)) as at:
+        script, args, plugin = at.script, at.args, at.plugin
         for number, (change, name) in enumerate(REFUSED):
             chunks = script.build_model(args)
             for chunk in chunks:
@@ -368,13 +314,8 @@ def test_zeros_in_gradients_are_those_of_all_stages(ranks, data):
         count('pipedream')
 
 
-OWN = {
-    'mcore/techniques/forwards_in_flight.py',
-    'mcore/techniques/updating.py',
-    'mcore/techniques/asynchronous_steps.py',
-    'runtime/endless.py',
-    'runtime/versions.py',
-}
+OWN = {f'mcore/techniques/{name}.py' for name in ('forwards_in_flight', 'updating')}
+OWN |= {'mcore/techniques/asynchronous_steps.py', 'runtime/endless.py', 'runtime/versions.py'}
 
 
 def test_synchronous_schedules_call_nothing_of_it(ranks, data):

@@ -145,6 +145,9 @@ EXPERTS = {
 }
 OVERLAPPED = {'overlap_moe_expert_parallel_comm': True, 'delay_wgrad_compute': True}
 TENSOR = {'model.tensor_model_parallel_size': 2, 'model.sequence_parallel': True}
+TENSOR |= {'comm_overlap': {'tp_comm_overlap': True}}
+OWN_PG, LAYOUT = 'dist.use_decentralized_pg', 'model.pipeline_model_parallel_layout'
+REPLICA = 'a chunk may read the data of another replica'
 
 
 @pytest.mark.parametrize(
@@ -166,40 +169,33 @@ def test_what_is_written_into_the_configuration(bridge_ranks, stock, schedule, c
     assert bridge_ranks(2).run(enabling, stock(UNTIED)[0], changes, schedule) == [expected] * 2
 
 
-@pytest.mark.parametrize(
-    ('changes', 'message'),
-    [
-        ({'model.pipeline_model_parallel_layout': 'Ett|ttL'}, 'zb-v cannot have 1 chunks per rank'),
-        ({'model.virtual_pipeline_model_parallel_size': 3}, 'zb-v.*2'),
-        ({'model.pipeline_model_parallel_layout': SimpleNamespace()}, 'before config.validate'),
-        ({'model.num_layers': 3}, 'layers'),
-        ({'model.overlap_moe_expert_parallel_comm': True}, 'overlap_moe_expert_parallel_comm=True'),
-        ({'comm_overlap': OVERLAPPED}, 'overlap_moe_expert_parallel_comm=True.*take dualpipe-v'),
-        (
-            {**TENSOR, 'comm_overlap': {'tp_comm_overlap': True}},
-            'tp_comm_overlap=True: Transformer Engine cannot',
-        ),
-    ],
-)
-def test_what_cannot_work(bridge_ranks, stock, changes, message):
-    found = bridge_ranks(2).run(enabling, stock(UNTIED)[0], changes)
-    assert all(isinstance(each, str) and re.search(message, each) for each in found), found
-
-
-@refuses(WHAT + 'two-way schedules', 'its recipes do not ask whose data a chunk reads')
-def test_two_routes_are_refused(bridge_ranks, stock):
-    for schedule in ('chimera', build('chimera', 4, 4)):
-        found = bridge_ranks(2).run(enabling, stock(UNTIED)[0], {}, schedule)
-        assert all('a chunk may read the data of another replica' in each for each in found), found
-
-
-@refuses(
+OVERLAP = 'overlap_moe_expert_parallel_comm=True'
+ROUTES = refuses(WHAT + 'two-way schedules', 'its recipes do not ask whose data a chunk reads')
+GROUPS = refuses(
     WHAT + '`dist.use_decentralized_pg`',
     'its groups are made without asking where the schedule has its stages',
 )
-def test_decentralized_groups_are_refused(bridge_ranks, stock):
-    found = bridge_ranks(2).run(enabling, stock(UNTIED)[0], {'dist.use_decentralized_pg': True})
-    assert all('dist.use_decentralized_pg=True: its groups are made' in each for each in found)
+
+
+@pytest.mark.parametrize(
+    ('schedule', 'changes', 'message'),
+    [
+        ('zb-v', {LAYOUT: 'Ett|ttL'}, 'zb-v cannot have 1 chunks per rank'),
+        ('zb-v', {'model.virtual_pipeline_model_parallel_size': 3}, 'zb-v.*2'),
+        ('zb-v', {LAYOUT: SimpleNamespace()}, 'before config.validate'),
+        ('zb-v', {'model.num_layers': 3}, 'layers'),
+        ('zb-v', {'model.overlap_moe_expert_parallel_comm': True}, OVERLAP),
+        ('zb-v', {'comm_overlap': OVERLAPPED}, f'{OVERLAP}.*take dualpipe-v'),
+        ('zb-v', TENSOR, 'tp_comm_overlap=True: Transformer Engine cannot'),
+        pytest.param('chimera', {}, REPLICA, marks=ROUTES),
+        pytest.param(build('chimera', 4, 4), {}, REPLICA, marks=ROUTES),
+        pytest.param('zb-v', {OWN_PG: True}, f'{OWN_PG}=True: its groups are made', marks=GROUPS),
+    ],
+    ids=lambda value: value if isinstance(value, str) else '',
+)
+def test_what_cannot_work(bridge_ranks, stock, schedule, changes, message):
+    found = bridge_ranks(2).run(enabling, stock(UNTIED)[0], changes, schedule)
+    assert all(isinstance(each, str) and re.search(message, each) for each in found), found
 
 
 CHUNKS = {'model.virtual_pipeline_model_parallel_size': 2}
@@ -271,14 +267,19 @@ def adapters(folder):
     return file.read_bytes()
 
 
-@supports(WHAT + 'checkpoints of LoRA, saved by {saver}', '{loader}')
+def loads(saver, loader, feature='saved by {saver}', schedule='{loader}', full=True):
+    shows = supports(f'{WHAT}checkpoints of LoRA, {feature}', schedule)
+    return pytest.param(saver, loader, marks=[shows, *[FULL] * full])
+
+
 @pytest.mark.parametrize(
     ('saver', 'loader'),
     [
-        (STOCK, 'zb-v'),
-        pytest.param('interleaved', 'zb-v', marks=FULL),
-        pytest.param('zb-v', 'interleaved', marks=FULL),
-        pytest.param(INTERLEAVED, 'zb-v', marks=FULL),
+        loads(STOCK, 'zb-v', full=False),
+        loads('interleaved', 'zb-v'),
+        loads('zb-v', 'interleaved'),
+        loads(INTERLEAVED, 'zb-v'),
+        loads('zb-v', STOCK, 'loaded by Megatron', 'zb-v'),
     ],
 )
 def test_adapters_go_to_any_placement(run, saved, tmp_path, saver, loader):
@@ -293,16 +294,6 @@ def test_adapters_go_to_any_placement(run, saved, tmp_path, saver, loader):
     assert found.losses == losses and len(found.losses) == 2
     assert found.weights == whole.weights
     assert adapters(tmp_path / 'ours') == adapters(last)
-
-
-@pytest.mark.full
-@supports(WHAT + 'checkpoints of LoRA, loaded by Megatron', 'zb-v')
-def test_adapters_come_from_a_v(run, saved, tmp_path):
-    loading, whole, folder = saved('zb-v', False)
-    found = run(STOCK, {**loading, **saving(tmp_path)})
-    assert found.losses == whole.losses[2:] and len(found.losses) == 2
-    assert found.weights == whole.weights
-    assert adapters(folder) == adapters(tmp_path)
 
 
 @refuses(

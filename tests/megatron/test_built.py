@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from example import forget_groups
+from example import groups
 from models import Job, train
 from outcome import error_of
 from parsed_flags import PLACED
@@ -18,7 +18,7 @@ from supported import refuses
 
 import megatron_zbpp
 from megatron_zbpp.mcore import layout
-from megatron_zbpp.mcore.checkpoints import KEY, RankFiles, _stages
+from megatron_zbpp.mcore.checkpoints import RankFiles, _stages
 from megatron_zbpp.mcore.iteration.model_checks import require_all_layers
 from megatron_zbpp.mcore.layout import StageLayout
 from megatron_zbpp.mcore.programs import Programs
@@ -51,46 +51,48 @@ def compared(built, schedule='zb-v', layout=None):
     return error_of(require_all_layers, models, placement, dist.group.WORLD, nullcontext)
 
 
-@pytest.mark.parametrize(
-    'built', [[[1], [2], [3], [4]], [[1, 2], [], [3], []], [[], [], [], []]], ids=str
-)
-def test_as_planned(built):
-    assert compared(built) is None
+# numbers of layers by stage, and whether that is the schedule's model
+BUILT_V = {
+    'as planned': ([[1], [2], [3], [4]], True),
+    'unevenly': ([[1, 2], [], [3], []], True),
+    'nothing': ([[], [], [], []], True),
+    'a loop': ([[1], [3], [2], [4]], False),
+    'twice': ([[1], [2], [2], [3]], False),
+    'missing': ([[1], [2], [4], [5]], False),
+    'the first': ([[2], [3], [4], [5]], False),
+}
 
 
-@pytest.mark.parametrize(
-    'built',
-    [[[1], [3], [2], [4]], [[1], [2], [2], [3]], [[1], [2], [4], [5]], [[2], [3], [4], [5]]],
-    ids=['a loop', 'twice', 'missing', 'the first'],
-)
-def test_another_model(built):
+@pytest.mark.parametrize(('built', 'fits'), BUILT_V.values(), ids=BUILT_V)
+def test_a_v(built, fits):
     said = compared(built)
-    assert said.startswith('the layers of decoder.layers were not built where the schedule has')
-    assert f'by stage {built}' in said and 'such as zb-h1' in said
+    assert (said is None) == fits
+    if not fits:
+        start = 'the layers of decoder.layers were not built where the schedule has'
+        assert said.startswith(start) and f'by stage {built}' in said and 'such as zb-h1' in said
 
 
-@pytest.mark.parametrize(
-    ('built', 'fits'),
-    [
-        ([[1, 2], [3], [4], [5, 6]], True),
-        ([[1], [3], [], [6]], True),
-        ([[1, 2, 1, 2], [3], [4], [5, 6]], True),
-        ([[1, 2], [1], [1], [1, 2]], True),
-        ([[1], [2], [3], [4]], False),
-    ],
-    ids=['as laid out', 'pruned', 'again', 'numbers of a rank', 'the layout ignored'],
-)
+BUILT_LOOP = {
+    'as laid out': ([[1, 2], [3], [4], [5, 6]], True),
+    'pruned': ([[1], [3], [], [6]], True),
+    'again': ([[1, 2, 1, 2], [3], [4], [5, 6]], True),
+    'numbers of a rank': ([[1, 2], [1], [1], [1, 2]], True),
+    'the layout ignored': ([[1], [2], [3], [4]], False),
+}
+
+
+@pytest.mark.parametrize(('built', 'fits'), BUILT_LOOP.values(), ids=BUILT_LOOP)
 def test_a_loop(built, fits):
     """What stock trains so trains; a class that ignores the layout is named."""
     found = compared(built, 'interleaved', 'Ett|t|t|ttL')
     assert found is None if fits else 'not built by pipeline_model_parallel_layout' in found
 
 
-def built_by(provider, schedule):
+def built_by(schedule, tells):
     """What a builder of NVIDIA's gives that is called for each chunk: numbers of layers; an error.
-    Layers are heterogeneous, by a specification function that is not told which chunk it is for."""
+    Layers are heterogeneous, by a specification function that is not told which chunk it is for;
+    `tells`: whether the model is."""
     import megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs as specs
-    from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.heterogeneous.heterogeneous_config import (
         HeterogeneousTransformerConfig,
@@ -98,13 +100,8 @@ def built_by(provider, schedule):
 
     whole = {'no_op': False, 'replace_with_linear': False, 'n_heads_in_group': 1}
     blocks = [{'attention': whole, 'ffn': whole | {'ffn_mult': 12.0 * n}} for n in (1, 2, 3, 4)]
-    with megatron_zbpp.enable(schedule) as plugin:
+    with megatron_zbpp.enable(schedule) as plugin, groups(pp=2, chunks=plugin.num_chunks):
         chunks = plugin.num_chunks
-        parallel_state.initialize_model_parallel(
-            pipeline_model_parallel_size=2,
-            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        )
-        tensor_parallel.model_parallel_cuda_manual_seed(1)
         config = HeterogeneousTransformerConfig(
             num_layers=4,
             hidden_size=32,
@@ -116,30 +113,20 @@ def built_by(provider, schedule):
             heterogeneous_layers_config_encoded_json=json.dumps({'block_configs': blocks}),
         )
 
-        def tells_the_model(vp_stage=None):
+        def provider(vp_stage=None):
             spec = specs.get_gpt_heterogeneous_layer_spec(config)
-            return GPTModel(config, spec, 64, 16, vp_stage=vp_stage)
-
-        def tells_nobody(vp_stage=None):
-            spec = specs.get_gpt_heterogeneous_layer_spec(config)
-            return GPTModel(config, spec, 64, 16)
+            return GPTModel(config, spec, 64, 16, **({'vp_stage': vp_stage} if tells else {}))
 
         try:
-            build = layout.of_one_chunk(functools.partial(locals()[provider]))
+            build = layout.of_one_chunk(functools.partial(provider))
             models = [build(vp_stage=chunk if chunks > 1 else None) for chunk in range(chunks)]
-            found = [
-                (layer.layer_number, layer.mlp.linear_fc2.weight.shape[1])
-                for model in models
-                for layer in model.decoder.layers
-            ]
-            if chunks > 1:
-                with pytest.raises(ValueError, match='vp_stage is None, but each rank has 2'):
-                    specs.get_gpt_heterogeneous_layer_spec(config)
-            return found
         except NotImplementedError as error:
             return str(error)
-        finally:
-            forget_groups()
+        if chunks > 1:
+            with pytest.raises(ValueError, match='vp_stage is None, but each rank has 2'):
+                specs.get_gpt_heterogeneous_layer_spec(config)
+        layers = [layer for model in models for layer in model.decoder.layers]
+        return [(layer.layer_number, layer.mlp.linear_fc2.weight.shape[1]) for layer in layers]
 
 
 LAYERS = [(1, 256), (2, 512), (3, 768), (4, 1024)]
@@ -151,15 +138,15 @@ LAYERS = [(1, 256), (2, 512), (3, 768), (4, 1024)]
 )
 def test_a_specification_of_an_untold_chunk(ranks, schedule, held):
     """Megatron's builders do not pass `vp_stage` to each of their specification functions."""
-    found = ranks(2).run(built_by, 'tells_the_model', schedule)
+    found = ranks(2).run(built_by, schedule, True)
     assert found == [[LAYERS[stage] for stage in stages] for stages in held]
 
 
 def test_a_model_that_is_not_told(ranks):
     """Its layers would be saved as those of another chunk."""
-    assert isinstance(ranks(2).run(built_by, 'tells_nobody', 'zb-h1')[0], list)
-    for said in ranks(2).run(built_by, 'tells_nobody', 'zb-v'):
-        assert 'tells_nobody does not pass vp_stage=0 to the GPTModel' in said
+    assert isinstance(ranks(2).run(built_by, 'zb-h1', False)[0], list)
+    for said in ranks(2).run(built_by, 'zb-v', False):
+        assert 'provider does not pass vp_stage=0 to the GPTModel' in said
         assert 'such as zb-h1' in said
 
 
@@ -186,19 +173,14 @@ def test_arguments_tell_the_layers(settings, layers):
     assert [list(rank) for rank in RankFiles.saved({'args': args}).layers] == layers
 
 
-def test_what_is_written_is_compared():
-    """What is read again is the same, and how it differs from other schedules is told."""
+def test_another_number_of_ranks_is_told():
+    """`test_rank_files.py` has how other layers are; what is written is read again there."""
     args = Namespace(num_layers=4, pipeline_model_parallel_layout='Et|t|t|tL')
-    placed = {name: build(name, 2, 4).placement for name in ('zb-v', 'v-half', 'interleaved')}
-    files = {name: RankFiles.of(name, each, _stages(args, each)) for name, each in placed.items()}
-    again = RankFiles.saved(json.loads(json.dumps({KEY: files['zb-v'].state()})))
+    placement = build('zb-v', 2, 4).placement
+    files = RankFiles.of('zb-v', placement, _stages(args, placement))
     four = RankFiles.by_megatron(Namespace(num_layers=4, pipeline_model_parallel_size=4))
-    assert again == files['zb-v'] and RankFiles.saved({}) is None
-    assert again.layers == files['v-half'].layers != files['interleaved'].layers
-    difference = 'rank 0 holds layers E 1 | 4 L by zb-v, but E 1 | 3 by interleaved'
-    assert again.difference(files['interleaved']) == difference
-    ranks_differ = "it has 2 pipeline ranks by zb-v, but 4 by Megatron's 1F1B"
-    assert again.difference(four) == ranks_differ
+    assert files.difference(four) == "it has 2 pipeline ranks by zb-v, but 4 by Megatron's 1F1B"
+    assert RankFiles.saved({}) is None
 
 
 # ---- Models that do not have each layer once.

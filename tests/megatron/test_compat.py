@@ -1,5 +1,6 @@
 """What Megatron-Core keeps to itself is in the installed release, and is what we take it for."""
 
+import contextlib
 import importlib
 import inspect
 import os
@@ -42,49 +43,6 @@ def test_attributes(path, names):
     assert {*names} <= {*resolve_name(path).__init__.__code__.co_names}
 
 
-def test_random_states():
-    """Set back they give the same numbers again, tracked ones too."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    tracker = get_cuda_rng_tracker()
-    tracker.reset()
-    tracker.add('ours', 1)
-
-    def drawn():
-        with tracker.fork('ours'):
-            tracked = torch.rand(2)
-        return torch.cat([torch.rand(2), tracked])
-
-    host, device, tracked = compat.random_states()
-    tracked = {name: state.clone() for name, state in tracked.items()}
-    before = drawn()
-    compat.set_random_states(host, device, tracked)
-    assert torch.equal(before, drawn())
-    tracker.reset()
-
-
-def test_ranges():
-    """Whether Megatron's ranges are asked for, before a program does so and after."""
-    from megatron.core.utils import configure_nvtx_profiling
-
-    before = compat.nvtx_enabled()
-    configure_nvtx_profiling(True)
-    asked = compat.nvtx_enabled()
-    configure_nvtx_profiling(False)
-    assert (before, asked) == (False, True)
-
-
-def test_backward_arguments():
-    """`backward_step` takes them behind the tensors."""
-    from megatron.core.pipeline_parallel import schedules
-
-    model = torch.nn.Linear(1, 1)
-    model.model_type = 'one'
-    given = compat.backward_arguments(model, 'its config')
-    bound = inspect.signature(schedules.backward_step).bind(None, None, None, *given)
-    assert bound.arguments['config'] == 'its config'
-
-
 def test_logged_losses():
     from megatron.core.transformer.moe import moe_utils
 
@@ -103,11 +61,9 @@ def batch_module(checkout):
     """Whether the module that is named defines the function; None: there is no training loop."""
     if checkout:
         sys.path.insert(0, checkout)
-    try:
+    with contextlib.suppress(ModuleNotFoundError):
         module = importlib.import_module(compat.get_batch_module())
-    except ModuleNotFoundError:
-        return None
-    return getattr(module, compat.GET_BATCH).__module__ == module.__name__
+        return getattr(module, compat.GET_BATCH).__module__ == module.__name__
 
 
 def test_batch_module(ranks):
@@ -124,8 +80,7 @@ def test_combined_step():
 
     utils._COMM_STREAM = None
     step = compat.combined_step(SimpleNamespace(high_priority_a2a_comm_stream=False))
-    given = {'forward_step_func', 'config', 'forward_data_store', *overlap._ARGUMENTS}
-    given |= {'f_model_chunk_id', 'is_first_microbatch', 'current_microbatch'}
-    given |= {'collect_non_loss_data', 'num_microbatches'}
+    given = """forward_step_func config forward_data_store f_model_chunk_id is_first_microbatch
+        current_microbatch collect_non_loss_data num_microbatches""".split()
     assert utils.get_comm_stream() is not None
-    assert given <= inspect.signature(step).parameters.keys()
+    assert {*given, *overlap._ARGUMENTS} <= inspect.signature(step).parameters.keys()

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import run
-from example import forget_groups
+from example import groups
 
 from megatron_zbpp.emulation import cpu
 
@@ -22,16 +22,15 @@ def test_too_late_is_an_error():
 @pytest.mark.on_ranks(2)
 def test_seeds_are_applied():
     """A CUDA that never starts would queue them, and nothing would fail."""
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import tensor_parallel
 
     cpu.install()  # again: nothing happens
-    parallel_state.initialize_model_parallel()
     drawn = []
-    for seed in (1, 2, 1):
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
-        with tensor_parallel.get_cuda_rng_tracker().fork():
-            drawn.append(torch.rand(3, device='cuda').tolist())
-    forget_groups()
+    with groups():
+        for seed in (1, 2, 1):
+            tensor_parallel.model_parallel_cuda_manual_seed(seed)
+            with tensor_parallel.get_cuda_rng_tracker().fork():
+                drawn.append(torch.rand(3, device='cuda').tolist())
     one, two, again = drawn
     assert cpu.installed() and one == again != two
 

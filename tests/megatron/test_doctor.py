@@ -1,8 +1,6 @@
 """`zbpp doctor`: installation, patches, launch lines."""
 
 import argparse
-import contextlib
-import io
 import json
 import os
 import sys
@@ -12,12 +10,12 @@ from unittest import mock
 import forked
 import pytest
 import torch
+from command_lines import ended
 from commands import run
 from nvidia import CHECKOUT, needs_training
 from tables import rows_of
 
 from megatron_zbpp.analysis import gain
-from megatron_zbpp.cli import main
 from megatron_zbpp.ir.formats import UNITS, memory_of_plan
 from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.schedules import build
@@ -27,6 +25,7 @@ SIZES += '--micro-batch-size 2 --pipeline-model-parallel-size 8'.split()
 ENDS = ['--account-for-embedding-in-pipeline-split', '--account-for-loss-in-pipeline-split']
 SIZES += ENDS
 LAUNCHER = ['-m', 'megatron_zbpp.launch']
+OVERLAP, CONNECTIONS = '--overlap-moe-expert-parallel-comm', 'CUDA_DEVICE_MAX_CONNECTIONS'
 LINE = [*SIZES, '--global-batch-size', '48', '--pipeline-schedule']
 
 
@@ -45,15 +44,9 @@ def doctor(words, training=False):
     found = mock.patch.object(launch_line, '_lacks', lambda: lacks)
     alone = mock.patch.dict(os.environ)
     paths = mock.patch.object(sys, 'path', [*sys.path])  # doctor looks beside the script first
-    out, errors = io.StringIO(), io.StringIO()
-    said = contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors)
-    with found, alone, paths, said[0], said[1]:
+    with found, alone, paths:
         del os.environ['WORLD_SIZE']
-        try:
-            code = main(['doctor', *map(str, words)])
-        except SystemExit as exit:
-            code = exit.code
-    return code, out.getvalue(), errors.getvalue()
+        return ended(['doctor', *map(str, words)], notes=True)
 
 
 def report(ranks, *words, training=False):
@@ -64,7 +57,7 @@ def report(ranks, *words, training=False):
 
 def refusal(ranks, *words):
     (code, out, errors), _ = ranks(2).run(doctor, words)
-    assert code == 2 and not out and errors.count('\n') == 1, (code, out, errors)
+    assert code == 2 and not out and errors and '\n' not in errors, (code, out, errors)
     return errors
 
 
@@ -197,36 +190,29 @@ def test_plan(ranks):
     assert 'megatron.training is not here' in told['notes'][0]
 
 
-@pytest.mark.parametrize(
-    ('launcher', 'flag', 'told'),
-    [
-        ((), (), 'on all ranks at the same time (--pipeline-prewarm)'),
-        ((), ('--no-pipeline-prewarm',), 'rank after rank: drop --no-pipeline-prewarm'),
-        (('--cpu',), (), 'rank after rank: give --pipeline-prewarm'),
-        (('--cpu',), ('--pipeline-prewarm',), 'on all ranks at the same time'),
-    ],
-)
-def test_first_iteration(ranks, launcher, flag, told):
-    notes = notes_of(ranks, *LAUNCHER, *launcher, 'pretrain_gpt.py', *LINE, 'zb-v', *flag)
-    assert [f'the first iteration is prepared {told}' in note for note in notes].count(True) == 1
+ZB_V = ['pretrain_gpt.py', *LINE, 'zb-v']
+DUALPIPE_V = [*LAUNCHER, 'pretrain_gpt.py', *LINE, 'dualpipe-v']
+TOGETHER = 'the first iteration is prepared on all ranks at the same time'
+IN_TURN = 'the first iteration is prepared rank after rank: '
 
 
-def notes_of(ranks, *words):
+NOTES = {
+    'GPUs': ([*LAUNCHER, *ZB_V], f'{TOGETHER} (--pipeline-prewarm)', 1),
+    'in turn': ([*LAUNCHER, *ZB_V, '--no-pipeline-prewarm'], f'{IN_TURN}drop --no-pipeline-pre', 1),
+    'a CPU': ([*LAUNCHER, '--cpu', *ZB_V], f'{IN_TURN}give --pipeline-prewarm', 1),
+    'a CPU, at once': ([*LAUNCHER, '--cpu', *ZB_V, '--pipeline-prewarm'], TOGETHER, 1),
+    'none': ([ZB_V[0], *SIZES], 'no --pipeline-schedule is given: ', 1),
+    'zb-v': ([ZB_V[0], *SIZES, *LINE[-1:], 'zb-v'], 'no --pipeline-schedule is given: ', 0),
+    'experts': pytest.param(DUALPIPE_V, CONNECTIONS, 0, marks=needs_training),
+    'overlapped': pytest.param([*DUALPIPE_V, OVERLAP], CONNECTIONS, 1, marks=needs_training),
+}
+
+
+@pytest.mark.parametrize(('words', 'note', 'times'), NOTES.values(), ids=NOTES)
+def test_notes(ranks, words, note, times):
+    """How the first iteration is prepared; no schedule; what overlapped experts need."""
     _, found = report(ranks, '--gpus', 8, '--', *words)
-    return found['launch_line']['notes']
-
-
-@needs_training
-@pytest.mark.parametrize('flag', [(), ('--overlap-moe-expert-parallel-comm',)])
-def test_what_overlapped_experts_need(ranks, flag):
-    notes = notes_of(ranks, *LAUNCHER, 'pretrain_gpt.py', *LINE, 'dualpipe-v', *flag)
-    assert ['CUDA_DEVICE_MAX_CONNECTIONS' in note for note in notes].count(True) == len(flag)
-
-
-def test_no_schedule_in_the_launch_line(ranks):
-    for words, told in (((), True), (('--pipeline-schedule', 'zb-v'), False)):
-        notes = notes_of(ranks, 'pretrain_gpt.py', *SIZES, *words)
-        assert any('no --pipeline-schedule is given: ' in note for note in notes) == told
+    assert [note in each for each in found['launch_line']['notes']].count(True) == times
 
 
 def test_what_an_offload_frees(ranks):
@@ -374,7 +360,6 @@ def test_nothing_to_do(ranks, size):
 SMALL = '--num-layers 8 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --train-iters 4'
 SMALL += ' --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8'
 SMALL += ' --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1'
-AUTO = '--pipeline-schedule auto --pipeline-schedule-memory-limit 1'
 
 
 LINES = {
@@ -392,8 +377,8 @@ def test_bad_input(ranks, line, words, said):
 
 
 def test_the_least_that_a_plan_holds(ranks):
-    code, _ = report(ranks, '--', *SMALL.split(), *AUTO.split())
-    assert code == 0
+    auto = '--pipeline-schedule auto --pipeline-schedule-memory-limit 1'
+    assert report(ranks, '--', *SMALL.split(), *auto.split())[0] == 0
 
 
 @needs_training
@@ -414,28 +399,16 @@ def test_sizes_that_megatron_validates(ranks):
 
 
 def test_all_that_is_wrong_is_told_at_once(ranks):
-    words = '--pipeline-message-ctas x --pipeline-message-priority hi --pipeline-trace-dir /proc/no'
-    errors = complaints(ranks, words)
-    starts = [line.partition(' is ')[0] for line in errors]
-    assert starts == [f'zbpp: {flag}' for flag in words.split()[::2]], errors
-    cures = 'from 1 up', "'high' or 'group'", 'of another folder'
-    assert all(cure in error for cure, error in zip(cures, errors, strict=True)), errors
-
-
-def complaints(ranks, words):
-    line = ['--', *SIZES, '--pipeline-schedule', 'zb-v', *words.split()]
+    """Megatron's own flags, one without its value, ours, and one that is misspelt."""
+    words = '--hidden-size --num-layers abc --pipeline-clip 3 --pipeline-message-ctas x'
+    line = ['--', *SIZES, '--pipeline-schedule', 'zb-v', *words.split(), '--pipeline-traces', 'x']
     (code, out, errors), _ = ranks(2).run(doctor, line)
     assert code == 2 and not out
-    return errors.splitlines()
-
-
-def test_what_argparse_refuses_is_told_beside(ranks):
-    """Megatron's own flags, one without its value, and one that is misspelt."""
-    words = '--hidden-size --num-layers abc --pipeline-clip 3 --pipeline-traces x'
-    assert complaints(ranks, words) == [
+    assert errors.splitlines() == [
         'zbpp: launch line: argument --hidden-size: expected one argument',
         "zbpp: launch line: argument --num-layers: invalid int value: 'abc'",
         "zbpp: --pipeline-clip is '3': give 'stage' or 'global'",
+        "zbpp: --pipeline-message-ctas is 'x': give a whole number from 1 up",
         'zbpp: launch line: --pipeline-traces is not known: did you mean --pipeline-trace-dir?',
     ]
 

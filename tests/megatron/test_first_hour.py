@@ -1,28 +1,40 @@
-"""The first hours of users, by what the README and two pages tell to type, in their order."""
+"""The first hours of users, by what the README, two pages and the example's README tell to type."""
 
 import ast
 import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pages
 import pytest
+import torch
 import walks
 from forked import run
-from nvidia import COMMON, SCRIPT, needs_training
-from paths import ROOT
+from nvidia import CHECKOUT, COMMON, SCRIPT, needs_training
+from paths import ROOT, SUPPORT
 from tables import rows_of
 
+import megatron_zbpp
 from megatron_zbpp.cli import main
+from megatron_zbpp.emulation import CPU_FLAGS
 from megatron_zbpp.ir.timeline import MEANING
+from megatron_zbpp.mcore import enabled
 
 pytestmark = pytest.mark.one_release
 
 
 DOCS = ROOT / 'docs'
+PATH = f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'
+
+
+def steps(printed, last):
+    """Iterations that NVIDIA's loop has logged with a loss, of a training of so many."""
+    found = re.findall(rf'iteration +(\d)/ +{last} \|.*lm loss: [\d.E+-]+ \|', printed)
+    return [*map(int, found)]
 
 
 def ranking():
@@ -88,19 +100,13 @@ def test_rolling_back(tmp_path):
         filling += ['--override-opt_param-scheduler']
         filling += ['--exit-on-missing-checkpoint'] if until == 4 else []
         line = line.replace('-size 8', '-size 2').replace('...', shlex.join(filling))
-        done = run(
-            [sys.executable, '-m', 'torch.distributed.run', *shlex.split(line)[1:]],
-            cwd=tmp_path,
-            env={'PYTHONPATH': str(ROOT)},
-            timeout=200,
-        )
+        words = [sys.executable, '-m', 'torch.distributed.run', *shlex.split(line)[1:]]
+        done = run(words, cwd=tmp_path, env={'PYTHONPATH': str(ROOT)}, timeout=200)
         assert done.returncode == 0, done.stderr
         assert ('zb-v on 2 ranks' in done.stdout + done.stderr) == (until == 2)
-        steps = re.findall(rf'iteration +(\d)/ +{until} \|.*lm loss: [\d.E+-]+ \|', done.stdout)
-        assert steps == [str(until - 1), str(until)], done.stdout
-        assert (tmp_path / 'checkpoints/latest_checkpointed_iteration.txt').read_text() == str(
-            until
-        )
+        assert steps(done.stdout, until) == [until - 1, until], done.stdout
+        latest = tmp_path / 'checkpoints/latest_checkpointed_iteration.txt'
+        assert latest.read_text() == str(until)
 
 
 def test_figures_of_a_loop(tmp_path):
@@ -147,11 +153,8 @@ def test_from_a_run_to_a_better_layout(tmp_path):
     assert len(lines) == 5 and set(lines) <= {c.line for c in pages.commands()}
     for there, here in SMALLER.items():
         lines = [line.replace(there, here) for line in lines]
-    env = {
-        'PATH': f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}',
-        'PYTHONPATH': str(ROOT),
-    }
     command = ['bash', '-exo', 'pipefail', '-c', '\n'.join(lines)]
+    env = {'PATH': PATH, 'PYTHONPATH': str(ROOT)}
     done = run(command, cwd=tmp_path, env=env, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     assert 'largest error of a stage' in done.stdout
@@ -160,15 +163,7 @@ def test_from_a_run_to_a_better_layout(tmp_path):
     assert stages['layout'] == 'Ett|ttL'
     layout = json.loads((tmp_path / 'better.json').read_text())['layout']
     assert f'layers as the plan has them: {layout}' in done.stderr
-    trained = re.findall(r'iteration +(\d)/ +6 \|.*lm loss: [\d.E+-]+ \|', done.stdout)
-    assert trained == [*'123456'] * 2
-
-
-def quickstart():
-    """The script as a user calls it; without set-up where this environment is not of its making."""
-    if (Path(sys.prefix) / 'installed').exists():
-        return ['bash', 'scripts/quickstart.sh']
-    return [sys.executable, 'scripts/quickstart.py']
+    assert steps(done.stdout, 6) == [*range(1, 7)] * 2
 
 
 def test_quickstart(tmp_path):
@@ -199,8 +194,13 @@ def test_quickstart(tmp_path):
 
 
 def test_quickstart_refuses_one_rank():
-    command = [*quickstart(), '--ranks', '1']
-    done = run(command, cwd=ROOT, env={'VENV': sys.prefix, 'PYTHON': sys.executable})
+    """As a user calls it; without set-up where this environment is not of its making."""
+    made = (Path(sys.prefix) / 'installed').exists()
+    command = (
+        ['bash', 'scripts/quickstart.sh'] if made else [sys.executable, 'scripts/quickstart.py']
+    )
+    env = {'VENV': sys.prefix, 'PYTHON': sys.executable}
+    done = run([*command, '--ranks', '1'], cwd=ROOT, env=env)
     assert done.returncode == 2
     assert '--ranks 1 is too small' in done.stderr
 
@@ -215,3 +215,119 @@ def test_a_node_of_many_cores_and_gpus(monkeypatch):
         assert parse_args([]).ranks == ranks
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0,1')
     assert environment()['CUDA_VISIBLE_DEVICES'] == ''
+
+
+# ---- Every command in the README of the GPT example, shorter; those for a GPU, on the CPU.
+
+
+OF_GPT = (ROOT / 'examples' / 'gpt' / 'README.md').read_text()
+SETTING, *BLOCKS = re.findall(r'```bash\n(.*?)```', OF_GPT, re.S)
+SNIPPETS = re.findall(r'```python\n(.*?)```', OF_GPT, re.S)
+CHILDREN = Path(megatron_zbpp.__file__).parent / 'emulation' / 'subprocess_hook'
+
+
+def megatron_lm(folder: Path) -> Path:
+    """A folder like a checkout, whose script can be patched."""
+    folder.mkdir()
+    for entry in Path(CHECKOUT).iterdir() if CHECKOUT else ():
+        (folder / entry.name).symlink_to(entry)
+    if not CHECKOUT:
+        (folder / 'megatron' / 'training').mkdir(parents=True)
+        (folder / 'megatron' / 'training' / 'arguments.py').touch()
+    (folder / 'pretrain_gpt.py').unlink(missing_ok=True)
+    (folder / 'pretrain_gpt.py').write_text(SCRIPT.read_text())
+    for name in ('packed.py', 'few_documents.py'):  # which that imports without a checkout
+        (folder / name).symlink_to(SUPPORT / name)
+    return folder
+
+
+def on_cpu(block: str) -> str:
+    """The block, with what a machine without a GPU needs."""
+    if torch.cuda.is_available():
+        return block
+    block = re.sub(r'megatron_zbpp\.launch(?! --cpu)', 'megatron_zbpp.launch --cpu', block)
+    flags = ' '.join(CPU_FLAGS)
+    return re.sub(r'(--nproc-per-node \d+ "\$MEGATRON_LM/pretrain_gpt.py")', rf'\1 {flags}', block)
+
+
+def outcome(block: str, folder: Path, data: Path) -> str:
+    """What the commands of the block print, run in a folder with the project's files."""
+    for entry in ('examples', 'patches', 'scripts'):
+        (folder / entry).symlink_to(ROOT / entry)
+    commands = SETTING + on_cpu(block).replace(
+        'examples/gpt/pretrain_gpt.py', f'examples/gpt/pretrain_gpt.py --data-path {data}'
+    )
+    commands = commands.replace('--train-iters 10', '--train-iters 2')
+    # found before others of the name, and in the processes that torchrun starts
+    done = run(
+        ['bash', '-euo', 'pipefail', '-c', commands],
+        cwd=folder,
+        env={
+            'MEGATRON_LM': str(megatron_lm(folder / 'Megatron-LM')),
+            'PATH': PATH,
+            'PYTHONPATH': f'{CHILDREN}{os.pathsep}{ROOT}',
+        },
+        stderr=subprocess.STDOUT,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout
+
+
+def test_blocks_are_all_run():
+    assert len(BLOCKS) == 7 and len(SNIPPETS) == 2
+
+
+def test_example(tmp_path, data):
+    (block,) = [block for block in BLOCKS if 'pretrain_gpt.py' in block and 'LM' not in block]
+    said = outcome(block, tmp_path, data)
+    assert steps(said, 2)[-1] == 2
+    told = [line for line in said.splitlines() if line.startswith('megatron_zbpp')]
+    assert len(told) == 5, 'one rank says what runs, once'
+    assert told[0].endswith(': zb-v on 2 ranks x 2 chunks, 4 microbatches')
+    assert told[1] == 'megatron_zbpp: layers of each rank, by chunk: 2+2, 2+2'
+    assert ': simulated with F = B = W: idle GPU time ' in told[2] and 'activations' in told[3]
+
+
+def test_minimal(tmp_path, data):
+    (block,) = [block for block in BLOCKS if 'minimal.py' in block]
+    said = outcome(block, tmp_path, data)
+    losses = list(map(float, re.findall(r'\| loss ([\d.]+) \| idle GPU time', said)))
+    assert len(losses) == 10 and 5.0 < losses[0] < 6.0 and losses[-1] < losses[0] - 0.5, said
+
+
+@needs_training
+@pytest.mark.parametrize(
+    'block', [block for block in BLOCKS if 'megatron_zbpp.launch' in block], ids=[1, 2, 3]
+)
+def test_launched(block, tmp_path, data):
+    assert steps(outcome(block, tmp_path, data), 2)[-1] == 2
+
+
+@needs_training
+def test_patched(tmp_path, data):
+    (block,) = [block for block in BLOCKS if 'patches/' in block]
+    said = outcome(block, tmp_path, data)
+    assert steps(said, 2)[-1] == 2
+    assert said.index('pretrain_gpt.py: patched') < said.rindex('pretrain_gpt.py: reverted')
+
+
+def test_doctor(tmp_path, data):
+    (block,) = [block for block in BLOCKS if 'zbpp doctor' in block]
+    assert 'zb-v' in outcome(block, tmp_path, data)
+
+
+@pytest.mark.on_ranks(2)
+def test_own_program():
+    """Both snippets, one after the other: while they are enabled the function is ours."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    names: dict = {}
+    own = get_forward_backward_func(2, 2)
+    try:
+        for snippet in SNIPPETS:
+            exec(snippet, names)
+            assert get_forward_backward_func(2, 2) is not own
+    finally:
+        enabled.plugin.disable()
+    assert names['layout'].text == 'Ett|tt|tt|ttL'

@@ -9,7 +9,8 @@ import pytest
 import report
 import torch
 from defined import require_defined, watched
-from example import forget_groups, program, words
+from events import before
+from example import groups, program, words
 from grids import some
 from stock import trained as trained_by_stock
 from supported import supports
@@ -71,13 +72,6 @@ def freeze(chunks, kind):
                 attention.linear_qkv = adapted(attention.linear_qkv, config, 3 * config.hidden_size)
 
 
-def run_layers_again(chunks):
-    """Megatron's full recomputation, layer by layer."""
-    for chunk in chunks:
-        chunk.config.recompute_granularity = 'full'
-        chunk.config.recompute_method, chunk.config.recompute_num_layers = 'uniform', 1
-
-
 def without_gradients(models):
     """Which parameters that train have gradients of zeros alone, by layer in the model."""
     found = set()
@@ -98,16 +92,14 @@ def trained(argv, kind, again=False):
     def draw_weights(chunks, seed, original=script.draw_weights):
         freeze(chunks, kind)
         original(chunks, seed)
-        if again:
-            run_layers_again(chunks)
+        for chunk in chunks if again else ():  # Megatron's full recomputation, layer by layer
+            chunk.config.recompute_granularity = 'full'
+            chunk.config.recompute_method, chunk.config.recompute_num_layers = 'uniform', 1
 
-    def run(store, key, original=WeightGradStore.run):
-        waited.append(len(store._pending[key]))
-        original(store, key)
-
+    waits = WeightGradStore, 'run', lambda store, key: waited.append(len(store._pending[key]))
     with (
         mock.patch.object(script, 'draw_weights', draw_weights),
-        mock.patch.object(WeightGradStore, 'run', run),
+        before(waits),
         program(argv) as at,
     ):
         for group in at.optimizer.param_groups:
@@ -162,18 +154,13 @@ def plan(folder, ratio, name='zb-h1', m=4):
 
 @contextmanager
 def counted(training):
-    """How many weight gradients this rank left out, of how many."""
-    found = []
-    yield found
-    (freezing,) = enabled.plugin.session.guests
-    found += [freezing.left_out, freezing.seen, freezing.step]
-
-
-@contextmanager
-def both(training):
-    """What `counted` finds, and what hooks of parameters were called with."""
-    with counted(training) as found, watched(training) as seen:
-        yield found, seen
+    """How many weight gradients this rank left out, of how many, by which step; and what hooks of
+    parameters were called with."""
+    with watched(training) as hooks:
+        found = [hooks]
+        yield found
+        (freezing,) = enabled.plugin.session.guests
+        found += [freezing.left_out, freezing.seen, freezing.step]
 
 
 @nvidia.needs_training
@@ -189,10 +176,10 @@ def test_freezing(ranks, tmp_path, name):
     same = {at: loss for at, loss in stock.losses.items() if at <= BEGINS + 1}
     assert {at: half.losses[at] for at in same} == same
     assert all(half.losses[at] != stock.losses[at] for at in range(BEGINS + 3, 41))
-    for out, seen, steps in half.reported:
+    for _, out, seen, steps in half.reported:
         assert steps == 40
         assert out / seen == pytest.approx(0.5 * (40 - BEGINS) / 40, rel=0.15)
-    assert nothing.reported[0][0] == 0
+    assert nothing.reported[0][1] == 0
 
 
 @nvidia.needs_training
@@ -201,10 +188,10 @@ def test_replicas_and_overlap(ranks, tmp_path):
     it hooks need no gradient; amid it those that are left out must be defined, too."""
     flags = [*FLAGS, '--global-batch-size', 8, *plan(tmp_path, 0.5)]
     plain = nvidia.run(ranks(4), *flags, event=counted)
-    overlapped = nvidia.run(ranks(4), *flags, '--overlap-grad-reduce', event=both)
-    require_defined(tuple(seen for _, seen in overlapped.reported))
+    overlapped = nvidia.run(ranks(4), *flags, '--overlap-grad-reduce', event=counted)
+    require_defined([hooks for hooks, *_ in overlapped.reported])
     assert plain.losses == overlapped.losses and plain.parameters == overlapped.parameters
-    one, same, two, alike = (out for out, _, _ in plain.reported)
+    one, same, two, alike = (out for _, out, _, _ in plain.reported)
     assert (one, two) == (same, alike) and one > 0
 
 
@@ -220,15 +207,9 @@ def test_a_resumed_run_goes_on_in_its_phase(ranks, tmp_path):
 
 def stepped(file, steps, first):
     """The gradients of each step of a loop of one's own, on this rank, as sums in hex."""
-    from megatron.core import parallel_state, tensor_parallel
-
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    freezing = mock.patch.object(
-        megatron_zbpp, 'enable', partial(megatron_zbpp.enable, freeze=file)
-    )
-    try:
-        with freezing:
+    freezing = partial(megatron_zbpp.enable, freeze=file)
+    with groups(pp=2):
+        with mock.patch.object(megatron_zbpp, 'enable', freezing):
             gpt = Gpt(4, 32, 16, 8, 64)
             runner = ZbppRunner(build('zb-h1', 2, 4), 'zb-h1', gpt, optimizer=False)
         if first:
@@ -241,8 +222,6 @@ def stepped(file, steps, first):
                 grads = [p.grad for p in runner.parameters if p.grad is not None]
                 found.append(sum(grad.abs().sum().item() for grad in grads).hex())
         return found
-    finally:
-        forget_groups()
 
 
 def test_a_loop_of_ones_own_resumes_in_its_phase(ranks, tmp_path):

@@ -16,13 +16,7 @@ from megatron_zbpp.ir import F, Pass
 from megatron_zbpp.runtime.clock import clock_for
 from megatron_zbpp.schedules import build
 
-NO_CLIPPING = 1e9
 pytestmark = marks
-
-
-@pytest.fixture
-def device():
-    return torch.device('cuda', torch.cuda.current_device())
 
 
 def execute(name, m, backend):
@@ -50,8 +44,11 @@ def execute(name, m, backend):
     return same, times, host
 
 
-def check_execution(results):
-    for same, times, host in results:
+@pytest.mark.parametrize('backend', ['gloo', 'nccl'])
+@pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v'])
+def test_executor(ranks, name, backend):
+    """Over gloo messages go by way of the host."""
+    for same, times, host in ranks(2).run(execute, name, 6, backend):
         assert same and all(same)
         assert all(start <= end for start, end in times)
         flat = [t for span in times for t in span]
@@ -59,15 +56,9 @@ def check_execution(results):
         assert 0 < flat[-1] - flat[0] < host
 
 
-@pytest.mark.parametrize('backend', ['gloo', 'nccl'])
-@pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v'])
-def test_executor(ranks, name, backend):
-    """Over gloo messages go by way of the host."""
-    check_execution(ranks(2).run(execute, name, 6, backend))
-
-
-def test_clock(device):
+def test_clock():
     """Marks are in the order of the device's work, and tell its time, not the host's."""
+    device = torch.device('cuda', torch.cuda.current_device())
     clock = clock_for(device)
     x = torch.randn(4096, 4096, device=device)
     x @ x  # cuBLAS is ready
@@ -91,27 +82,27 @@ def test_clock(device):
 
 
 @pytest.mark.parametrize('flags', [(), ('--bf16',)], ids=['fp32', 'bf16'])
-def test_identical_to_megatron(ranks, data, tmp_path, flags):
+def test_identical_to_megatron(ranks, data, flags):
     common = ['--pipeline-model-parallel-size', 2, '--num-layers', 4, '--data-path', data, *flags]
-    common += ['--global-batch-size', 6, '--train-iters', 10, '--clip-grad', NO_CLIPPING]
+    common += ['--global-batch-size', 6, '--train-iters', 10, '--clip-grad', 1e9]
     reference = run(ranks(2), *common, '--pipeline-schedule', 'megatron')
     assert len(set(reference.losses)) == 10
     for schedule in ('1f1b', 'zb-h1', 'zb-v'):
-        trained = run(ranks(2), *common, '--pipeline-schedule', schedule)
-        require_same(trained, reference)
+        require_same(run(ranks(2), *common, '--pipeline-schedule', schedule), reference)
 
 
-@pytest.mark.skipif(
+needs_grouped_gemm = pytest.mark.skipif(
     importlib.util.find_spec('grouped_gemm') is None, reason='needs grouped_gemm: pip install it'
 )
-def test_grouped_gemm_of_experts(ranks, data):
-    check(ranks, data, 'zb-h1', Job('grouped experts', te=False, bf16=True))
+MODELS = {
+    'grouped experts': pytest.param(
+        Job('grouped experts', te=False, bf16=True), marks=needs_grouped_gemm
+    ),
+    'experts one by one': Job('experts', te=False, bf16=True),
+    'context parallelism': pytest.param(Job(bf16=True, cp=2), marks=needs_te),
+}
 
 
-def test_experts_one_by_one(ranks, data):
-    check(ranks, data, 'zb-h1', Job('experts', te=False, bf16=True))
-
-
-@needs_te
-def test_te_context_parallelism(ranks, data):
-    check(ranks, data, 'zb-h1', Job(bf16=True, cp=2))
+@pytest.mark.parametrize('job', MODELS.values(), ids=MODELS)
+def test_models(ranks, data, job):
+    check(ranks, data, 'zb-h1', job)

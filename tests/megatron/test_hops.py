@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from example import forget_groups, small_config
+from example import groups, small_config
 from grids import grid
-from nvidia import CHECKOUT, _find_megatron, release
+from nvidia import CHECKOUT, _find_megatron, known_config, release
 from ranks import RankError
 from supported import TOLERANCE, absent, supports
 
@@ -52,11 +52,10 @@ def passing(base, wrong):
             made = super().forward(*arguments, **options)
             if self.post_process:
                 return made
-            delta = made[..., : made.shape[-1] // 2].double().tanh()
-            delta, count = (
-                (delta + self._left[0], self._left[1] + 1) if self._left else (delta, None)
-            )
-            return made, delta, torch.ones(1, dtype=torch.int64) if count is None else count
+            delta, count = made[..., : made.shape[-1] // 2].double().tanh(), torch.ones(1).long()
+            if self._left:
+                delta, count = delta + self._left[0], self._left[1] + 1
+            return made, delta, count
 
     return Passing
 
@@ -141,40 +140,35 @@ def trained(schedule, ranks, wrong=None, mhc=False, options=None, lengths=False)
 def pipeline(schedule, ranks, wrong=None, mhc=False, options=None, lengths=False):
     """The layout, this rank's chunks in DDP, and what runs a batch: losses in hex, forwards."""
     _find_megatron()
-    from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel as DDP
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    plugin = megatron_zbpp.enable(schedule, **options or {})
-    try:
-        layout = megatron_zbpp.layout_for(schedule, ranks, 4)
-        chunks = layout.num_chunks if layout.num_chunks > 1 else None
-        parallel_state.initialize_model_parallel(1, ranks, chunks)
-        tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    layout = megatron_zbpp.layout_for(schedule, ranks, 4)
+    many = layout.num_chunks > 1
+    with (
+        megatron_zbpp.enable(schedule, **options or {}),
+        groups(pp=ranks, chunks=layout.num_chunks),
+    ):
         torch.manual_seed(7 + dist.get_rank())
-        held = layout.stages(dist.get_rank())
-        config, own = build(layout, held, wrong, mhc)
+        config, own = build(layout, layout.stages(dist.get_rank()), wrong, mhc)
         config.variable_seq_lengths = lengths
         models = [DDP(config, DistributedDataParallelConfig(), chunk) for chunk in own]
+        data = [batches() for _ in models]
 
         def call():
             step = mock.Mock(wraps=forward_step)
             results = get_forward_backward_func()(
                 forward_step_func=step,
-                data_iterator=data if chunks else data[0],
-                model=models if chunks else models[0],
+                data_iterator=data if many else data[0],
+                model=models if many else models[0],
                 num_microbatches=MICROBATCHES,
                 seq_length=SEQUENCE,
                 micro_batch_size=2,
             )
             return [result['loss'].item().hex() for result in results], step.call_count
 
-        data = [batches() for _ in models]
         yield layout, models, call
-    finally:
-        plugin.disable()
-        forget_groups()
 
 
 def left(schedule, ranks, options, calls):
@@ -253,14 +247,11 @@ def test_beside_shards(ranks, layers):
         found, ranks(2).run(left, '1f1b', 2, {}, 1), strict=True
     ):
         assert list(map(float.fromhex, losses)) == pytest.approx(list(map(float.fromhex, expected)))
-        layers = [name for name in gradients if 'layers' in name[1]]
-        assert layers
-        for name in layers:
-            assert_near(own[name], gradients[name])
-
-
-def assert_near(found, expected):
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-6)
+        of_layers = [name for name in gradients if 'layers' in name[1]]
+        assert of_layers
+        for name in of_layers:
+            both = map(torch.tensor, (own[name], gradients[name]))
+            torch.testing.assert_close(*both, rtol=1e-4, atol=1e-6)
 
 
 def test_neighbours_that_do_not_agree(ranks):
@@ -292,24 +283,25 @@ def test_what_does_not_go_with_it(ranks, options, lengths, cure):
 @grid(schedule=('zb-v', 'zb-h1', 'interleaved'), ranks_=(2, 2, 2))
 def test_residual_streams(ranks, schedule, ranks_):
     """Of main, whose config refuses pipelines yet: edges are n times as wide."""
-    if not ranks(2).run(has_residual_streams)[0]:
-        absent('hyper-connections are on main')
+    require_residual_streams(ranks)
     ranks(ranks_).run(trained, schedule, ranks_, None, True)
 
 
 def test_megatron_guards_residual_streams(ranks):
     """When this fails Megatron has them with pipelines: compare with its own schedule then."""
-    if not ranks(2).run(has_residual_streams)[0]:
-        absent('hyper-connections are on main')
+    require_residual_streams(ranks)
     with pytest.raises(RankError, match='does not support pipeline_model_parallel_size > 1'):
         ranks(2).run(guarded)
 
 
-def has_residual_streams():
-    _find_megatron()
-    from megatron.core.transformer import TransformerConfig
+def require_residual_streams(ranks):
+    if 'enable_mhc_connections' not in ranks(2).run(fields_of_config)[0]:
+        absent('hyper-connections are on main')
 
-    return hasattr(TransformerConfig, 'enable_mhc_connections')
+
+def fields_of_config():
+    _find_megatron()
+    return known_config()
 
 
 def guarded():

@@ -7,7 +7,8 @@ import os
 import re
 import sys
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
+from unittest import mock
 
 import hosts
 import psutil
@@ -25,16 +26,15 @@ pytestmark = [
 ]
 NAMES = ('node-a7', 'node-a8')
 TIMEOUT, PAUSE = 15, 45  # seconds: of the watchdog, in passes and between them
-FLAGS = ['--num-layers', 8, '--pipeline-model-parallel-size', 2, '--global-batch-size', 4]
-FLAGS += ['--train-iters', 5, '--pipeline-schedule', 'zb-v', '--clip-grad', 100]
+COMMON_FLAGS = '--pipeline-model-parallel-size 2 --global-batch-size 4 --pipeline-schedule zb-v'
+FLAGS = f'{COMMON_FLAGS} --num-layers 8 --train-iters 5 --clip-grad 100'.split()
 WATCHED = ['--pipeline-watchdog-timeout', TIMEOUT, '--pipeline-watchdog-pause-timeout', PAUSE]
 START = 400  # seconds that everything may take on a busy machine
 AHEAD = 3600  # seconds between the starts of the hosts
 MARGIN = 90  # seconds for all processes to end, on a busy machine
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     code: int
     said: str  # by torchrun and its rank
     rank_time: float | None  # when the rank was no more, where the link was cut
@@ -64,15 +64,12 @@ class Torchrun:
     def poll(self):
         cut = (self.folder / 'cut').exists()
         for host, process, times in zip(self.hosts, self._processes, self._times, strict=True):
-            if 'rank' not in times and cut and not self._rank(host):
+            lines = host.processes('doomed.py') if cut and 'rank' not in times else ['']
+            if all('distributed.run' in line for line in lines):
                 times['rank'] = time.time()
             if 'torchrun' not in times and process.poll() is not None:
                 times['torchrun'] = time.time()
         return all('torchrun' in times for times in self._times)
-
-    def _rank(self, host):
-        """What runs there and is not torchrun."""
-        return [line for line in host.processes('doomed.py') if 'distributed.run' not in line]
 
     def ended(self):
         """By rank; raises where it is too late."""
@@ -169,21 +166,17 @@ def test_link_is_cut(ranks, data, cuts, whole, tmp_path, place):
 
 
 # NVIDIA's loop draws by our launcher's flag
-TRACED = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 4, '--train-iters', 6]
-TRACED += ['--pipeline-schedule', 'zb-v']
+TRACED = f'{COMMON_FLAGS} --train-iters 6'.split()
 
 
 @needs_training
 def test_trace_of_two_hosts(ranks, tmp_path):
     """It trains as on one host; the spans of both, whose clocks are an hour apart, are on one."""
-    script = SUPPORT.joinpath('exact_script.py')
-    launcher = ['-m', 'megatron_zbpp.launch', '--cpu', script, *COMMON, *TRACED]
-    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
-        patch.setenv('TRAINING_SCRIPT', str(SCRIPT))
-        patch.setenv('LOSSES', str(tmp_path / 'losses'))
-        patch.setenv('PAUSE', '0')
+    launcher = ['-m', 'megatron_zbpp.launch', '--cpu', SUPPORT / 'exact_script.py', *COMMON]
+    variables = {'TRAINING_SCRIPT': str(SCRIPT), 'LOSSES': str(tmp_path / 'losses'), 'PAUSE': '0'}
+    with mock.patch.dict(os.environ, variables), contextlib.ExitStack() as stack:
         trace = ['--pipeline-trace-dir', tmp_path / 'trace']
-        training = Torchrun(stack, tmp_path / 'hosts', *launcher, *trace)
+        training = Torchrun(stack, tmp_path / 'hosts', *launcher, *TRACED, *trace)
         wait([training], START)
         for each in training.ended():
             assert each.code == 0, each.said

@@ -1,12 +1,18 @@
-"""Every schedule of the library leaves what Megatron's own 1F1B leaves, to the bit."""
+"""Every schedule of the library leaves what Megatron's own 1F1B leaves, to the bit; saved by one,
+resumed by another as if nothing had happened."""
 
+import shutil
+from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
+import example
 import pytest
 from example import run
 from grids import grid, some
 from models import Job, assert_same, reference, train
 from nvidia import require_same
+from outcome import error_of
 from rows import row, trains
 from supported import TOLERANCE, supports
 
@@ -113,3 +119,90 @@ def test_from_a_file(ranks, data, tmp_path, form):
     path = tmp_path / f'schedule.{form}'
     path.write_text(schedule.to_json() if form == 'json' else to_torch_csv(schedule))
     require_stock(ranks, data, 2, 3, '--pipeline-schedule-file', path)
+
+
+METADATA, TRACKER = 'iter_0000004/.metadata', 'latest_checkpointed_iteration.txt'
+
+
+@supports('GPT, {precision}, checkpoints go from one schedule to the next', '{first} {second}')
+@grid(
+    precision=('fp32', 'bf16', 'bf16, distributed optimizer'),
+    first=('1f1b', 'zb-v', 'megatron'),
+    second=('zb-v', '1f1b', 'zb-v'),
+    when=lambda precision, first, second: first != second,
+)
+def test_resume_with_another_schedule(ranks, data, tmp_path, first, second, precision):
+    replicas = 2 if 'distributed' in precision else 1
+    pool = ranks(2 * replicas)
+    common = ['--pipeline-model-parallel-size', 2, '--num-layers', 5, '--data-path', data]
+    common += ['--global-batch-size', 4 * replicas, '--train-iters', 5, '--clip-grad', NO_CLIPPING]
+    common += ['--bf16'] if 'bf16' in precision else []
+    common += ['--use-distributed-optimizer'] if replicas > 1 else []
+    reference = second if replicas > 1 else 'megatron'  # ranks have shards by the schedule
+    whole = run(pool, *common, '--pipeline-schedule', reference)
+    saving = ['--save', tmp_path / 'checkpoint', '--exit-interval', 3]
+    before = run(pool, *common, '--pipeline-schedule', first, *saving)
+    loading = ['--load', tmp_path / 'checkpoint']
+    after = run(pool, *common, '--pipeline-schedule', second, *loading)
+    assert len(before.losses) == 3 and len(after.losses) == 2
+    require_same(replace(after, losses=before.losses + after.losses), whole)
+
+
+def shard(root):
+    """The first file of data of the latest checkpoint."""
+    return min((root / 'iter_0000004').glob('*.distcp'))
+
+
+def truncate(root):
+    shard(root).write_bytes(shard(root).read_bytes()[:-10])
+
+
+def remove(*names):
+    return lambda root: [(root / name).unlink() for name in names]
+
+
+def empty(name):
+    return lambda root: (root / name).write_bytes(b'')
+
+
+OTHER = '; give --ckpt-step 2 to go on from iter_0000002, which is whole'
+NO_OTHER = '; no other checkpoint in ROOT is whole'
+LOST = 'ROOT/iter_0000004 is not whole: it has no '
+NO_NUMBER = f"ROOT/{TRACKER} holds '', not an iteration; give --ckpt-step"
+# name: what is done to a folder of checkpoints, and how the message begins and ends
+DAMAGES = {
+    'truncated': (truncate, 'ROOT/iter_0000004/__0_', OTHER),
+    'a shard lost': (lambda root: shard(root).unlink(), f'{LOST}__0_', OTHER),
+    'metadata lost': (remove(METADATA), f'{LOST}.metadata{OTHER}', ''),
+    'metadata empty': (empty(METADATA), f'ROOT/{METADATA} is damaged (', OTHER),
+    'tracker empty': (empty(TRACKER), NO_NUMBER, ''),
+    'all spoilt': (remove(METADATA, 'iter_0000002/metadata.json'), LOST, NO_OTHER),
+}
+
+
+def check_damages(root):
+    """What is said of the folder `root`, for each change alone made to it."""
+    import checkpoints
+
+    for name, (change, start, end) in DAMAGES.items():
+        copy = root.with_name(name)
+        shutil.copytree(root, copy)
+        change(copy)
+        with pytest.raises(checkpoints.InputError) as error:
+            checkpoints.to_load(SimpleNamespace(load=copy, ckpt_step=None))
+        said = str(error.value).replace(str(copy), 'ROOT')
+        assert said.startswith(start) and said.endswith(end), (name, said)
+
+
+def test_a_damaged_checkpoint_is_named(ranks, data, tmp_path):
+    """And the latest whole one is offered; one bit that differs is found as it is loaded."""
+    root = tmp_path / 'checkpoint'
+    common = example.words(data, '1f1b', layers=2, m=2)
+    run(ranks(2), *common, '--save', root, '--save-interval', 2, '--train-iters', 4)
+    ranks(1).run(check_damages, root)
+    content = bytearray((damaged := shard(root)).read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    argv = [*common, '--load', str(root)]
+    for said in ranks(2).run(error_of, example.train, argv, tmp_path / 'metrics'):
+        assert said == f'{damaged} is damaged: not what was saved{OTHER}'

@@ -1,12 +1,16 @@
-"""Our flags in NVIDIA's training loop: all that people train with, to the bit as without them."""
+"""Our flags in NVIDIA's training loop: all that people train with, how it ends, and steps that are
+validated later, to the bit as without them."""
 
+import functools
+from contextlib import contextmanager
 from dataclasses import replace
+from unittest import mock
 
 import events
 import pytest
 from defined import require_defined, watched
-from grids import grid
-from nvidia import by, go_on, known, needs_training, require_same, run, since
+from grids import grid, some
+from nvidia import EARLY, WITHOUT_STATE, by, go_on, known, needs_training, require_same, run, since
 from supported import supports
 
 pytestmark = needs_training
@@ -179,3 +183,229 @@ def test_reduction_overlaps(ranks):
         ended, passes = zip(*found, strict=True)
         assert max(ended) < max(passes), 'none waits for the end of the schedule'
         assert min(ended) < max(passes) - 1, 'some begin while other passes are to come'
+
+
+# ---- It leaves its way: exits, skipped iterations, re-runs.
+
+
+SIGNAL, IN_STEP, NOTHING = ['--exit-signal-handler'], ['in the step'], (None, None)
+# why it ends, schedule, flags, what brings it about, and what that reports; behind the second:
+# amid forwards that run ahead
+EXITS = [
+    ('signal', 'zb-v', SIGNAL, events.Signalled(3, 1, False), ([], ['before it'])),
+    ('signal', 'zb-h1+post-validation', SIGNAL, events.Signalled(3, 0, True), (IN_STEP, [])),
+    ('duration', 'zb-v+post-validation', ['--exit-duration-in-mins', 40], events.Late(3), NOTHING),
+    ('signal', 'zb-v+post-validation', SIGNAL, events.Signalled(3, 1, True), ([], IN_STEP)),
+    ('interval', 'zb-h1+post-validation', ['--exit-interval', 4], events.nothing, NOTHING),
+]
+LONGER = [*PIPELINE, *NO_CLIPPING, '--train-iters', 8]
+
+
+@supports("NVIDIA's loop: exit by {reason}, resumed")
+@some('reason, schedule, flags, event, reported', EXITS[:3], *EXITS)
+def test_resumed_after_an_exit(ranks, tmp_path, reason, schedule, flags, event, reported):
+    """In the fourth iteration; runs begin behind the first."""
+    start, end = tmp_path / 'start', tmp_path / 'end'
+    whole = run(ranks(2), *LONGER, '--save', start, '--save-interval', 1)
+    through = ['--load', start, '--ckpt-step', 1, '--save', end, '--save-interval', 100]
+    ours = [*LONGER, *by(schedule)]
+    first = run(ranks(2), *ours, *through, *flags, event=event)
+    assert first.reported == reported and [*first.losses] == [2, 3, 4]
+    assert (end / 'latest_checkpointed_iteration.txt').read_text() == '4'
+    rest = run(ranks(2), *ours, '--load', end)
+    require_same(replace(rest, losses=first.losses | rest.losses), whole, 1)
+
+
+# early steps need two iterations alike before them
+SKIPPED = [*LONGER, '--iterations-to-skip', 3, 6, 7]
+AGAIN = [*PIPELINE, *NO_CLIPPING, '--train-iters', 4, '--rerun-mode', 'validate_results']
+
+
+@supports("NVIDIA's loop: skipped iterations")
+@grid(schedule=('zb-v', 'zb-interleaved', 'zb-h1', 'zb-v+post-validation'))
+def test_skipped_as_by_megatron(ranks, tmp_path, schedule):
+    """From a checkpoint of Megatron's own; forwards may have run ahead of what is skipped."""
+    size = 4 if schedule == 'zb-h1' else 2  # of 4 a rank in the middle has no data
+    flags = [*SKIPPED, '--pipeline-model-parallel-size', size]
+    _, stock = go_on(ranks(size), tmp_path, flags, by(schedule), optimizer=False)
+    assert len(stock.losses) == 5
+
+
+@supports("NVIDIA's loop: iterations run again", 'zb-h1 zb-v')
+def test_run_again_as_by_megatron(ranks, tmp_path):
+    """On the same data; steps that are to be validated later wait, since forwards of an iteration
+    would have begun before its data and random states were noted."""
+    saving = ['--save', tmp_path, '--save-interval', 1]
+    stock = run(ranks(2), *AGAIN, *saving, event=events.doubted)
+    assert len(stock.reported[-1]['RERUNNING_IN_PLACE']) >= 3 * 8
+    for schedule in ('zb-h1+post-validation', 'zb-v'):
+        ours = ['--load', tmp_path, '--ckpt-step', 1, *by(schedule)]
+        found = run(ranks(2), *AGAIN, *ours, event=events.doubted, waits='+' in schedule)
+        require_same(found, stock, 1, optimizer=False)
+        for seen in found.reported:  # from the second iteration on
+            first, again = seen.values()
+            assert again and again == first[-len(again) :]
+
+
+@supports("NVIDIA's loop: exit in the middle of a batch, resumed", 'zb-v')
+def test_resumed_where_a_batch_was_doubted(ranks, tmp_path):
+    """A loss that is doubted twice: state from before that iteration is saved, and the run ends."""
+    start, middle = tmp_path / 'start', tmp_path / 'middle'
+    stock = run(ranks(2), *AGAIN, '--save', start, '--save-interval', 1)
+    ours = [*AGAIN, *by('zb-v'), '--save', middle, '--save-interval', 100]
+    loading = ['--load', start, '--ckpt-step', 1]
+    first = run(ranks(2), *ours, *loading, event=events.Faulty(3))
+    assert first.reported == ([16], [16]) and first.losses.keys() == {2}
+    again = ['--load', middle, '--rerun-mode', 'disabled']  # else on another device only
+    rest = run(ranks(2), *ours, *again)
+    require_same(replace(rest, losses=first.losses | rest.losses), stock, 1)
+
+
+# ---- Steps that are validated later, and what is read before them: the same numbers.
+
+
+FP16 = ['--fp16', '--initial-loss-scale', 1024, '--hysteresis', 1]
+# name: processes, schedule, flags, event
+GATHER = ['--bf16', *DISTRIBUTED, *OVERLAP, '--overlap-param-gather', '--eval-interval', 4]
+SPARSE = [*MOE, '--disable-bias-linear', '--clip-grad', 3]
+VALIDATED = {
+    'fp16 that overflows': (2, 'zb-v', FP16, events.Overflow(4, 0)),
+    'overlap-param-gather': (4, 'zb-h1', GATHER, events.nothing),
+    'moe': (2, 'zb-v', SPARSE, events.nothing),
+}
+
+
+@pytest.mark.parametrize(
+    'case',
+    [
+        pytest.param(case, marks=supports("NVIDIA's loop: {case}", f'{schedule}+post-validation'))
+        for case, (_, schedule, *_) in VALIDATED.items()
+    ],
+)
+def test_identical_to_synchronous(ranks, case):
+    size, schedule, flags, event = VALIDATED[case]
+    clipping = [] if '--clip-grad' in flags else ['--clip-grad', 100]
+    argv = [*PIPELINE, '--train-iters', 6, '--pipeline-schedule', schedule, *clipping, *flags]
+    argv += ['--log-num-zeros-in-grad']
+    synchronous = run(ranks(size), *argv, event=event)
+    assert case == 'moe' or any(synchronous.zeros.values())
+    assert run(ranks(size), *argv, *EARLY, event=event) == synchronous
+
+
+@pytest.mark.parametrize('rank', [0, 3])
+def test_overflow_before_the_reduction(ranks, rank):
+    """It reaches the shards of one replica by the reduction, and the other ranks by the flag."""
+    argv = [*PIPELINE, '--train-iters', 6, *by('zb-v'), '--clip-grad', 100]
+    argv += [*FP16, *DISTRIBUTED, *OVERLAP]
+    event = events.ReducedOverflow(5, rank)
+    synchronous = run(ranks(4), *argv, event=event)
+    assert [synchronous.losses[i][-1] for i in (4, 5, 6)] == ['done', 'skipped', 'done']
+    assert run(ranks(4), *argv, *EARLY, event=event) == synchronous
+
+
+@contextmanager
+def engaged(training):
+    """Whether steps go on being taken early, behind each of them."""
+    from megatron_zbpp.post_validation.protocol import EarlyStepPolicy
+
+    found, original = [], EarlyStepPolicy.after
+
+    def after(self, *step, **more):
+        original(self, *step, **more)
+        found.append(self.engaged)
+
+    with mock.patch.object(EarlyStepPolicy, 'after', after):
+        yield found
+
+
+def test_steps_that_no_rank_tried(ranks):
+    """Overflows of the first rank, while the loss scale falls: nothing is taken back, no pause."""
+    argv = [*PIPELINE, '--train-iters', 12, '--pipeline-schedule', 'zb-h1', '--clip-grad', 100]
+    argv += ['--fp16', '--initial-loss-scale', 2**24, '--hysteresis', 1]
+    early = [*EARLY[:-1], 0]
+    found = run(ranks(2), *argv, *early, event=engaged)
+    skipped = [step[-1] for step in found.losses.values()].count('skipped')
+    assert 4 < skipped < 12, found.losses
+    assert found.reported == ([True] * 12,) * 2
+    assert found.losses == run(ranks(2), *argv).losses
+
+
+@supports("NVIDIA's loop: batches that grow", 'zb-v+post-validation')
+def test_batch_that_grows_under_post_validation(ranks):
+    """What was run ahead for a smaller batch is dropped."""
+    argv = [*PIPELINE[:2], '--clip-grad', 100, *growing(ranks, 7), *by('zb-v')]
+    assert run(ranks(2), *argv, *EARLY) == run(ranks(2), *argv)
+
+
+@pytest.mark.parametrize('schedule', ['zb-v', 'zb-2p'])
+def test_nobody_waits(ranks, schedule):
+    """In the last iteration, no call that all pipeline ranks must come to; else there are some."""
+    argv = [*PIPELINE, '--train-iters', 5, '--pipeline-schedule', schedule, '--clip-grad', 100]
+    argv += ['--log-interval', 4, '--untie-embeddings-and-output-weights']
+    synchronous = run(ranks(2), *argv, event=events.waits)
+    assert all('all_reduce in get_grad_norm_fp32' in waits for waits in synchronous.reported)
+    early = run(ranks(2), *argv, *EARLY, event=events.waits)
+    assert early.reported == ([], [])
+    assert early.losses == synchronous.losses
+
+
+POSITIONS = ['--max-position-embeddings', 32]  # of which the data has 16: the rest get zeros
+UNUSED = 16 * 32
+FLAGS = [*PIPELINE, *POSITIONS, *NO_CLIPPING, *WITHOUT_STATE, '--train-iters', 4]
+FLAGS += ['--log-interval', 4, '--save-wgrads-interval', 2]
+FLAGS += ['--log-num-zeros-in-grad', '--log-params-norm']
+OPTIMIZERS = {'plain': [], 'distributed': DISTRIBUTED}
+
+
+@pytest.fixture(scope='module')
+def stock(ranks, tmp_path_factory):
+    """By flags: what Megatron's own 1F1B gives and has dumped, from one checkpoint of its own."""
+    start = tmp_path_factory.mktemp('start')
+    saving = ['--save', start, '--save-interval', 1, '--no-save-optim']
+    run(ranks(4), *PIPELINE, *POSITIONS, '--train-iters', 4, '--exit-interval', 1, *saving)
+
+    @functools.cache
+    def trained(*more):
+        folder = tmp_path_factory.mktemp('dumps')
+        flags = ['--load', start, '--ckpt-step', 1, '--save', folder, '--save-interval', 100, *more]
+        return run(ranks(4), *FLAGS, *flags, event=events.Dumps(folder))
+
+    return trained
+
+
+def dumped(found):
+    together = {}
+    for each in found.reported:
+        for iteration, values in each.items():
+            together.setdefault(iteration, {}).update(values)
+    return together
+
+
+@supports("NVIDIA's loop: dumps of gradients, {optimizer} optimizer")
+@grid(
+    schedule=('zb-h1', 'zb-v+post-validation', 'zb-v'),
+    optimizer=('plain', 'distributed', 'distributed'),
+    overlap=(False, False, True),
+)
+def test_dumps_are_megatrons(stock, schedule, optimizer, overlap):
+    """Dumps of stock are those of the plain reduction: see limits on the overlapped one."""
+    overlapped = OVERLAP if overlap else []
+    plain = stock(*OPTIMIZERS[optimizer])
+    expected = stock(*OPTIMIZERS[optimizer], *overlapped)
+    found = stock(*OPTIMIZERS[optimizer], *overlapped, *by(schedule))
+    gradients = dumped(plain)
+    assert list(gradients) == ['iter_0000002', 'iter_0000004']
+    assert dumped(found) == gradients
+    scattered = bool(overlapped) and optimizer == 'distributed'
+    assert (dumped(expected) == gradients) != scattered, 'see limits'
+    assert found.losses == expected.losses and found.parameters == expected.parameters
+    assert min(expected.zeros.values()) >= UNUSED and found.zeros == expected.zeros
+    if schedule == 'zb-h1':
+        assert found.grad_norms == expected.grad_norms
+        assert found.param_norms == expected.param_norms
+    for name in ('grad_norms', 'param_norms'):
+        ours, theirs = (getattr(each, name) for each in (found, expected))
+        assert ours.keys() == theirs.keys()
+        assert [*map(float.fromhex, ours.values())] == pytest.approx(
+            [*map(float.fromhex, theirs.values())], rel=1e-6
+        )

@@ -19,19 +19,17 @@ needs_checkout = pytest.mark.skipif(not CHECKOUT, reason='needs a checkout: MEGA
 BUILT = shutil.ignore_patterns('helpers_cpp*')
 
 
-def launched(*argv):
+def launched(*argv, how=forked.run, **env):
     command = [sys.executable, '-m', 'megatron_zbpp.launch', *argv]
-    return forked.run(command, env={'COLUMNS': '10000'}, timeout=200)
+    return how(command, env={'COLUMNS': '10000', **env}, timeout=200)
 
 
 @pytest.mark.one_release
 def test_no_script():
-    done = launched('--cpu', '/nowhere/pretrain_gpt.py', '--pipeline-schedule', 'zb-v')
+    done = launched('--cpu', '/nowhere/a.py', '--pipeline-schedule', 'zb-v')
+    said = 'no script /nowhere/a.py: give the path of a training script of Megatron-LM'
+    assert done.stderr == f'python -m megatron_zbpp.launch: error: {said}\n'
     assert done.returncode == 2
-    assert done.stderr.splitlines() == [
-        'python -m megatron_zbpp.launch: error: no script /nowhere/pretrain_gpt.py: give the path '
-        'of a training script of Megatron-LM'
-    ]
 
 
 @pytest.mark.one_release
@@ -59,22 +57,20 @@ def test_no_workers_load_data_on_a_cpu(tmp_path):
 
 @needs_training
 @pytest.mark.parametrize(
-    ('does', 'told'),
+    ('does', 'code', 'told'),
     [
-        ('raise SystemExit(3)', 1),
-        ("import megatron_zbpp; megatron_zbpp.enable('zb-v')", 0),
+        ('raise SystemExit(3)', 3, 1),
+        ("import megatron_zbpp; megatron_zbpp.enable('zb-v')", 0, 0),
     ],
     ids=['exit', 'enable'],
 )
-def test_a_script_that_is_not_megatrons(tmp_path, does, told):
+def test_a_script_that_is_not_megatrons(tmp_path, does, code, told):
     """At its end one line says that the schedule changed nothing, unless it asks for one itself."""
-    script = tmp_path / 'hello.py'
-    script.write_text(f"print('hello')\n{does}\n")
+    (script := tmp_path / 'hello.py').write_text(f"print('hello')\n{does}\n")
     done = launched('--cpu', script, '--pipeline-schedule', 'zb-v')
-    assert done.stdout == 'hello\n' and done.returncode == (3 if 'Exit' in does else 0)
-    line = (
-        f'megatron_zbpp: {script} did not read the flags of Megatron-LM: no schedule was asked for'
-    )
+    assert (done.stdout, done.returncode) == ('hello\n', code)
+    line = f'{script} did not read the flags of Megatron-LM: no schedule was asked for'
+    line = f'megatron_zbpp: {line}'
     assert [each.startswith(line) for each in done.stderr.splitlines()].count(True) == told
 
 
@@ -112,20 +108,17 @@ def test_one_rank_trains_on(ranks):
 
 @needs_training
 @pytest.mark.parametrize(
-    'flags',
+    ('layers', 'ours'),
     [
-        '--num-layers 6',
-        '--num-layers 4 --pipeline-model-parallel-layout E|tt|t|tL',
-        '--num-layers 4 --num-layers-per-virtual-pipeline-stage 1',
-        '--num-layers 6 --account-for-embedding-in-pipeline-split '
-        '--account-for-loss-in-pipeline-split',
+        (4, '--num-layers-per-virtual-pipeline-stage 1'),
+        (6, '--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split'),
     ],
-    ids=['uneven', 'layout', 'virtual', 'ends'],
+    ids=['virtual', 'ends'],
 )
-def test_layers_where_they_are_asked(ranks, tmp_path, flags):
-    flags = flags.split()
-    common = [*PIPELINE, *flags[:2], '--clip-grad', 1e9]
-    go_on(ranks(2), tmp_path, common, [*flags[2:], *by('zb-v')])
+def test_layers_where_they_are_asked(ranks, tmp_path, layers, ours):
+    """Uneven ones are in `test_launch.py`, a layout in `test_layouts.py`."""
+    common = [*PIPELINE, '--num-layers', layers, '--clip-grad', 1e9]
+    go_on(ranks(2), tmp_path, common, [*ours.split(), *by('zb-v')])
 
 
 @needs_checkout
@@ -141,39 +134,36 @@ def test_helpers_that_are_to_be_compiled(tmp_path, compiler):
     script, path = tmp_path / 'ran.py', tmp_path / 'bin'
     script.write_text("print('ran')")
     path.mkdir()
-    (path / 'python3').write_text(
-        f'#!/bin/sh\nexec {sys.executable} {"" if compiler else "-S"} "$@"'
-    )
-    (path / 'python3').chmod(0o755)
+    python = path / 'python3'
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {"" if compiler else "-S"} "$@"')
+    python.chmod(0o755)
     env = {'PATH': f'{path}:{os.environ["PATH"]}', 'RANK': '0'}
-    words = ['-m', 'megatron_zbpp.launch', '--cpu', script]
     why = 'python3 has no pybind11, with which Megatron compiles its helpers for data'
     cure = 'python3 -m pip install pybind11'
-    done = commands.run([sys.executable, *words], env=env)
+    done = launched('--cpu', script, how=commands.run, **env)
     assert (done.returncode, done.stdout) == ((0, 'ran\n') if compiler else (2, '')), done.stderr
     assert done.stderr.endswith(f'launch: error: {why}: {cure}\n') != compiler, done.stderr
     if not compiler:  # other ranks compile nothing
-        assert commands.run([sys.executable, *words], env={**env, 'RANK': '1'}).stdout == 'ran\n'
+        other = launched('--cpu', script, how=commands.run, **{**env, 'RANK': '1'})
+        assert other.stdout == 'ran\n'
     doctor = [sys.executable, '-m', 'megatron_zbpp.cli', 'doctor', '--json', '--']
-    told = commands.run([*doctor, *words[1:], *COMMON], env=env)
+    told = commands.run([*doctor, 'megatron_zbpp.launch', '--cpu', script, *COMMON], env=env)
     assert (f'{why}: {cure}' in json.loads(told.stdout)['launch_line']['notes']) != compiler
 
 
 @pytest.mark.one_release
 def test_a_package_that_megatron_lacks(tmp_path):
     """It is named with how to get it; nothing of ours can stand in for it."""
-    package = tmp_path / 'megatron' / 'training'
-    package.mkdir(parents=True)
-    (package / '__init__.py').write_text('')
+    (package := tmp_path / 'megatron' / 'training').mkdir(parents=True)
+    (package / '__init__.py').touch()
     (package / 'arguments.py').write_text('import six_of_nowhere\n')
-    script = tmp_path / 'pretrain.py'
-    script.write_text('')
-    done = commands.run([sys.executable, '-m', 'megatron_zbpp.launch', '--cpu', script])
+    (script := tmp_path / 'pretrain.py').touch()
+    done = launched('--cpu', script, how=commands.run)
     assert done.returncode == 2 and 'enable()' not in done.stderr
     assert 'Traceback' not in done.stderr, done.stderr
     assert 'megatron.training.arguments imports: pip install six_of_nowhere' in done.stderr
-    (tmp_path / 'six_of_nowhere.py').write_text('')  # the cure
-    done = commands.run([sys.executable, '-m', 'megatron_zbpp.launch', '--cpu', script])
+    (tmp_path / 'six_of_nowhere.py').touch()  # the cure
+    done = launched('--cpu', script, how=commands.run)
     assert 'six_of_nowhere' not in done.stderr, done.stderr
     assert 'Traceback' not in done.stderr and 'our flags would be unknown' in done.stderr
 

@@ -5,9 +5,7 @@ import random
 from dataclasses import replace
 
 import nvidia
-import pytest
 import torch
-import torch.distributed as dist
 from grids import grid
 from nvidia import by, go_on, needs_training, require_same, run
 from supported import supports
@@ -44,8 +42,7 @@ COMMON += '--clip-grad 1e9 --untie-embeddings-and-output-weights'.split()
 def plan(folder, placement):
     """Our flags, and the layout that they bring."""
     found = partition(HEAVY_HEAD, 2, 4, placements=[placement], seconds=1)
-    file = folder / 'plan.json'
-    file.write_text(json.dumps(found.facts()))
+    (file := folder / 'plan.json').write_text(json.dumps(found.facts()))
     return ['--pipeline-schedule-file', file], found.layout
 
 
@@ -64,65 +61,52 @@ def test_goes_on_from_a_checkpoint_of_stock(ranks, tmp_path):
     go_on(ranks(2), tmp_path, COMMON, plan(tmp_path, Placement.v(2))[0])
 
 
-NOT_THERE = {'no_op': True, 'replace_with_linear': False}
-LINEAR = {'no_op': False, 'replace_with_linear': True}
-FULL = {'no_op': False, 'replace_with_linear': False}
-# attention and MLP of each layer
-BLOCKS = (
-    ({**FULL, 'n_heads_in_group': 2}, {**FULL, 'ffn_mult': 2.625}),
-    ({**NOT_THERE, 'n_heads_in_group': None}, {**FULL, 'ffn_mult': 9.0}),
-    ({**FULL, 'n_heads_in_group': 2}, {**LINEAR, 'ffn_mult': None}),
-    ({**LINEAR, 'n_heads_in_group': None}, {**FULL, 'ffn_mult': 2.625}),
-    ({**FULL, 'n_heads_in_group': 2}, {**NOT_THERE, 'ffn_mult': None}),
-    ({**FULL, 'n_heads_in_group': 2}, {**FULL, 'ffn_mult': 9.0}),
-)
+def heterogeneous(folder):
+    """Flags of layers that have attention or an MLP, a linear layer in its place, or nothing."""
 
+    def part(name, size):
+        kind = {'no_op': size == 'none', 'replace_with_linear': size == 'linear'}
+        return kind | {name: None if isinstance(size, str) else size}
 
-@pytest.fixture
-def flags(tmp_path):
-    path = tmp_path / 'layers.json'
+    # heads of each group of attention, width of the MLP by that of hidden states
+    layers = (2, 2.625), ('none', 9.0), (2, 'linear'), ('linear', 2.625), (2, 'none'), (2, 9.0)
+    path = folder / 'layers.json'
     sizes = {
         'hidden_act': 'silu',
-        'num_hidden_layers': len(BLOCKS),
+        'num_hidden_layers': len(layers),
         'hidden_size': 32,
         'num_attention_heads': 4,
         'tie_word_embeddings': False,
         'rope_theta': 10000,
         'rope_scaling': {'factor': 8.0},
-        'block_configs': [{'attention': a, 'ffn': f} for a, f in BLOCKS],
+        'block_configs': [
+            {'attention': part('n_heads_in_group', heads), 'ffn': part('ffn_mult', width)}
+            for heads, width in layers
+        ],
     }
     path.write_text(json.dumps(sizes))
-    given = ['--num-layers', len(BLOCKS), '--heterogeneous-layers-config-path', path]
+    given = ['--num-layers', len(layers), '--heterogeneous-layers-config-path', path]
     given += ['--use-rotary-position-embeddings', '--use-rope-scaling']
     return [*PIPELINE, *NO_CLIPPING, *LLAMA, *given, '--train-iters', 3]
 
 
 @supports("NVIDIA's loop: heterogeneous layers")
 @grid(schedule=('zb-v', 'zb-interleaved', 'zb-h1', 'zb-2p+post-validation'))
-def test_heterogeneous_layers(ranks, flags, tmp_path, schedule):
-    """From a checkpoint of Megatron's own 1F1B, and back into it."""
-    go_on(ranks(2), tmp_path, flags, by(schedule))
+def test_heterogeneous_layers(ranks, tmp_path, schedule):
+    """From a checkpoint of Megatron's own 1F1B."""
+    go_on(ranks(2), tmp_path, heterogeneous(tmp_path), by(schedule))
 
 
 ENDS = [254, 255]  # of a document: by the tokenizer of megatron-core 0.19, and of 0.16
 RESET = ['--reset-attention-mask', '--reset-position-ids', '--eod-mask-loss']
 
 
-@pytest.fixture
-def documents(ranks, tmp_path):
-    """Flags that name documents much shorter than a sample."""
-    ranks(2).run(write_documents, tmp_path / 'text')
-    return ['--data-path', tmp_path / 'text']
-
-
 def write_documents(prefix):
-    """Runs on each rank: the first one writes."""
+    """Runs on a rank: documents much shorter than a sample."""
     nvidia._find_megatron()
     import numpy
     from megatron.core.datasets import indexed_dataset
 
-    if dist.get_rank():
-        return
     draw = random.Random(7)
     files = indexed_dataset.get_bin_path(str(prefix)), indexed_dataset.get_idx_path(str(prefix))
     builder = indexed_dataset.IndexedDatasetBuilder(files[0], dtype=numpy.uint16)
@@ -135,9 +119,11 @@ def write_documents(prefix):
 
 @supports("NVIDIA's loop: masks between documents")
 @grid(schedule=('zb-v', 'zb-interleaved', 'zb-v+post-validation'), tensor=(False, True, False))
-def test_masks_between_documents(ranks, documents, tmp_path, schedule, tensor):
+def test_masks_between_documents(ranks, tmp_path, schedule, tensor):
     """From a checkpoint of Megatron's own 1F1B, both of whose stages have the masks."""
-    flags = [*PIPELINE, *NO_CLIPPING, *documents, *(TENSOR if tensor else []), '--train-iters', 4]
+    ranks(1).run(write_documents, tmp_path / 'text')
+    flags = [*PIPELINE, *NO_CLIPPING, '--data-path', tmp_path / 'text', '--train-iters', 4]
+    flags += TENSOR if tensor else []
     found, _ = go_on(ranks(4 if tensor else 2), tmp_path, [*flags, *RESET], by(schedule))
     if not tensor:
         loading = ['--load', tmp_path, '--ckpt-step', 1, *by(schedule.partition('+')[0])]

@@ -11,6 +11,7 @@ import pytest
 import report
 import torch
 import torch.distributed as dist
+from events import before
 from example import MODEL, early_steps, program, small_config
 from grids import grid, some
 from models import Job, train
@@ -42,33 +43,24 @@ test_identical_to_megatron = trains(
 @pytest.mark.parametrize(('kind', 'waits'), [('lengths', True), ('dense', False)])
 def test_a_pass_waits_for_its_own_shape(data, kind, waits):
     """Where shapes vary, and there alone: tests/unit/analysis/test_lowering.py counts waits."""
-    found, original, job = [], programs.check, Job(kind, te=False, iterations=1)
-
-    def noting(schedule, receives):
-        found.append(receives)
-        return original(schedule, receives=receives)
-
-    with mock.patch.object(programs, 'check', noting):
+    found, job = [], Job(kind, te=False, iterations=1)
+    with before((programs, 'check', lambda schedule, receives: found.append(receives))):
         train(job, job.argv('zb-v', False, data))
     assert found and (BY_TAKER in found) == waits
 
 
 def test_auto_plans_for_the_mean(data):
     """Each rank then has in the simulator as much to do as it had in training."""
-    made, measured, fit, planner = [], [], measurements.measured_costs, auto_plan.AutoPlan
+    made, measured, planner = [], [], auto_plan.AutoPlan
 
     def make(profile_iters=5, *settings, **named):  # without: what nothing is known for
         made.append(planner(1, *settings, **named, seconds=0.1))
         return made[0]
 
-    def noting(timeline):
-        measured.append(timeline)
-        return fit(timeline)
-
     job = Job('lengths', te=False)
     with (
         mock.patch.object(auto_plan, 'AutoPlan', make),
-        mock.patch.object(measurements, 'measured_costs', noting),
+        before((measurements, 'measured_costs', measured.append)),
     ):
         train(job, job.argv('auto', False, data))
     (timeline,) = measured
@@ -245,28 +237,25 @@ def test_as_stock(ranks, tmp_path, schedule, p, steps):
 
 def test_the_watchdog_knows_the_position():
     """At each forward: by the passes of the step that runs, whatever steps before it had."""
-    p, counts, found = 2, (4, 1, 6), []
-    argv = [*MODEL, '--num-layers', 2 * p, '--pipeline-model-parallel-size', p]
-    argv += ['--pipeline-schedule', 'zb-v', '--global-batch-size', 4, '--train-iters', 3]
-    with program(argv) as at:
+    found = []
+
+    def note(*_):
+        found.append(at.plugin.session.watchdog._activity.standing())
+
+    argv = [*MODEL, '--num-layers', 4, '--pipeline-model-parallel-size', 2, *by('zb-v')]
+    with program([*argv, '--global-batch-size', 4, '--train-iters', 3]) as at:
         data = [batches(100, at.args.seq_length, 1) for _ in at.models]
-        original = at.script.forward_step
-
-        def forward_step(*given):
-            found[-1].append(at.plugin.session.watchdog._activity.standing())
-            return original(*given)
-
-        with mock.patch.object(at.script, 'forward_step', forward_step):
-            for at.args.num_microbatches in counts:
-                found.append([])
+        with before((at.script, 'forward_step', note)):
+            for at.args.num_microbatches in (4, 1, 6):
+                found.clear()
                 at.batch(data)
-    for count, forwards in zip(counts, found, strict=True):
-        order = for_megatron(build('zb-v', p, count)).passes[dist.get_rank()]
-        expected = [
-            (f'F stage {f.stage} microbatch {f.microbatch} ({f})', order[:at][-10:])
-            for at, f in enumerate(order)
-            if f.kind == F
-        ]
-        assert [(each['now'], each['last passes']) for each in forwards] == [
-            (now, ' '.join(map(str, before)) or 'none') for now, before in expected
-        ]
+                schedule = for_megatron(build('zb-v', 2, at.args.num_microbatches))
+                order = schedule.passes[dist.get_rank()]
+                assert [(each['now'], each['last passes'].split()) for each in found] == [
+                    (
+                        f'F stage {f.stage} microbatch {f.microbatch} ({f})',
+                        [*map(str, order[:place][-10:])] or ['none'],
+                    )
+                    for place, f in enumerate(order)
+                    if f.kind == F
+                ]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from example import forget_groups, small_config
 from gpu import CUDA
+from stock import same
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_zbpp
@@ -38,8 +39,7 @@ def layer_gradients(case, split, dtype_name, apex):
     from megatron.core.tensor_parallel import layers
 
     dtype = getattr(torch, dtype_name)
-    sequence_parallel = case == 'sequence-parallel'
-    size = torch.distributed.get_world_size()
+    sequence_parallel, size = case == 'sequence-parallel', dist.get_world_size()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
     torch.manual_seed(1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
@@ -94,22 +94,16 @@ def layer_gradients(case, split, dtype_name, apex):
 
 def compare(case, dtype_name, apex=False):
     """On each rank: whether everything is the same, whole and split."""
-    whole = layer_gradients(case, False, dtype_name, apex)
-    split = layer_gradients(case, True, dtype_name, apex)
-    same = all(map(torch.equal, whole[0], split[0])) and whole[2] == split[2]
-    for one, other in zip(whole[1], split[1], strict=True):
-        for a, b in zip(one, other, strict=True):
-            same = same and (a is b is None or torch.equal(a, b))
+    whole, split = (layer_gradients(case, each, dtype_name, apex) for each in (False, True))
     computed = sum(bool((g is not None and g.any()) or m.any()) for g, m in whole[1])
-    return same, computed
+    return same(whole, split), computed
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('case', CASES)
 def test_gradients_to_the_bit(ranks, case, dtype):
-    for same, computed in ranks(2).run(compare, case, dtype):
-        assert same
-        assert computed == {'bias': 4, 'frozen-bias': 3}.get(case, 2)
+    computed = {'bias': 4, 'frozen-bias': 3}.get(case, 2)
+    assert ranks(2).run(compare, case, dtype) == [(True, computed)] * 2
 
 
 @pytest.mark.gpu
@@ -122,16 +116,22 @@ def test_kernels_of_apex(ranks, case, dtype):
 
 
 @contextmanager
+def group_of_this_rank():
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    yield group
+    dist.destroy_process_group(group)
+
+
+@contextmanager
 def on_this_rank():
     """Megatron's product of inputs and a weight, in a group of this rank alone."""
     from megatron.core.tensor_parallel import layers
 
-    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     product = layers.linear_with_grad_accumulation_and_async_allreduce
-    yield lambda x, weight, fused=False: product(
-        x, weight, None, fused, False, False, tp_group=group
-    )
-    dist.destroy_process_group(group)
+    with group_of_this_rank() as group:
+        yield lambda x, weight, fused=False: product(
+            x, weight, None, fused, False, False, tp_group=group
+        )
 
 
 def products(split):
@@ -140,8 +140,8 @@ def products(split):
 
     class Kernels(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            name = str(function)
-            seen.extend([name] if name in ('aten.mm.default', 'aten.bmm.default') else [])
+            if str(function) in ('aten.mm.default', 'aten.bmm.default'):
+                seen.append(str(function))
             return function(*args, **(kwargs or {}))
 
     seen, key = [], (0, 0) if split else None
@@ -254,23 +254,15 @@ def test_what_a_later_release_adds_changes_nothing():
             return *original.backward(ctx, gradient), None
 
     Longer.forward.__signature__ = forward.replace(parameters=more)
-    group = torch.distributed.new_group(
-        [torch.distributed.get_rank()], use_local_synchronization=True
-    )
-    given = {
-        'tp_group': group,
-        'gtp_remat_size': 1,
-        'wgrad_deferral_limit': 0,
-        'output_dtype': None,
-    }
-    flags = [given.get(name, False) for name in [*forward.parameters][4:]]
-    flags[[*forward.parameters].index('grad_output_buffer') - 4] = None
     store, weight = WeightGradStore(), torch.nn.Parameter(torch.ones(3, 4))
-    with store.scope((0, 0)):
-        x = torch.ones(2, 4, requires_grad=True)
-        y = deferring_linear(Longer, store).apply(x, weight, None, *flags, None)
-    store.open((0, 0))
-    with store.scope((0, 0)):
-        y.sum().backward()
-    torch.distributed.destroy_process_group(group)
+    with group_of_this_rank() as group:
+        given = dict.fromkeys(('grad_output_buffer', 'output_dtype'))
+        given |= {'tp_group': group, 'gtp_remat_size': 1, 'wgrad_deferral_limit': 0}
+        flags = [given.get(name, False) for name in [*forward.parameters][4:]]
+        with store.scope((0, 0)):
+            x = torch.ones(2, 4, requires_grad=True)
+            y = deferring_linear(Longer, store).apply(x, weight, None, *flags, None)
+        store.open((0, 0))
+        with store.scope((0, 0)):
+            y.sum().backward()
     assert len(store._pending[0, 0]) == 1 and weight.grad is None

@@ -1,22 +1,107 @@
-"""What NVIDIA's training loop logs of the pipeline, and Megatron's own ranges around passes."""
+"""What is logged of the pipeline: a banner, lines of the loop, and Megatron's own ranges."""
 
 import re
 import sys
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
 from io import StringIO
+from types import SimpleNamespace
 from unittest import mock
 
 import example
 import pytest
 import torch
+from events import before
 from nvidia import CHECKOUT, Off, needs_training, run
+from outcome import logged
 
 import megatron_zbpp
+from megatron_zbpp import Costs, build
 from megatron_zbpp.analysis import fit_costs
 from megatron_zbpp.ir import F, Pass
+from megatron_zbpp.mcore.iteration import announcement
+from megatron_zbpp.mcore.layout import StageLayout
+from megatron_zbpp.mcore.session import Session
+from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.mcore.techniques.asynchronous_steps import StageNorms
+from megatron_zbpp.runtime.endless import EndlessTraining
 from megatron_zbpp.runtime.log import job_log
+from megatron_zbpp.techniques.vocabulary.place import with_shards
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.on_ranks(1)]
+
+
+def told(schedule, p, m, layout=None):
+    """The banner of a schedule, whose model may have a layout."""
+    made = build(schedule, p, m)
+    plan = None if layout is None else StageLayout(made.placement, layout)
+    config = SimpleNamespace(num_layers=8, pipeline_model_parallel_layout=plan)
+    return announcement.lines(made, config)
+
+
+@pytest.mark.parametrize(
+    ('schedule', 'p', 'm', 'more'),
+    [('interleaved', 2, 5, True), ('interleaved', 2, 6, False), ('1f1b', 2, 5, False)],
+)
+def test_what_stock_refuses(schedule, p, m, more):
+    """Said in one line: Megatron's takes multiples of p only."""
+    found = told(schedule, p, m)
+    said = [line for line in found if "Megatron's own interleaved schedule refuses them" in line]
+    assert len(said) == more
+    assert all(line.startswith(f'{m} microbatches are no mult') for line in said)
+
+
+def test_unequal_layers():
+    even = told('zb-v', 2, 4, 'Ett|tt|tt|ttL')
+    assert even[2] == told('zb-v', 2, 4)[2]
+    uneven = told('zb-v', 2, 4, 'Ett|t|tt|tttL')
+    assert 'simulated with F = B = W, by layers: idle GPU time ' in uneven[2]
+    assert uneven[2].partition('time')[2] != even[2].partition('time')[2]
+    assert 'less time than 1f1b' in even[2]
+
+
+def test_shards_are_compared_with_the_whole_layer():
+    """Both have the output layer; without its times shards had seemed to gain nothing."""
+    made = with_shards(build('zb-v', 2, 4))
+    _, _, said, _ = announcement.lines(made, SimpleNamespace(num_layers=8))
+    assert said.startswith('simulated with F = B = W, shards 0.2: idle GPU time 3.4%, ')
+    # 4 microbatches of the last rank, and the first rank's passes before and behind them
+    rival, own = 4 * 3 * 1.4 + 3, 14.9
+    assert said.endswith(
+        f'{1 - own / rival:.1%} less time than 1f1b with the whole output layer on its last rank'
+    )
+
+
+def test_a_plan_is_told_by_its_own_costs():
+    """Its second stage takes four times as long."""
+    costs = Costs.of([1, 4], [1, 4], [1, 4], activation=[8, 8])
+    made = replace(build('zb-h1', 2, 4), costs=costs)
+    found = announcement.lines(made, SimpleNamespace(num_layers=8))
+    assert 'simulated with the costs of the plan: idle GPU time 38.8%' in found[2]
+    assert found[3] == 'simulated memory: 16 in the unit of the plan'
+
+
+def test_an_asynchronous_schedule_says_that_it_trains_another_model():
+    """With the age of weights and the copies by stage, and the microbatches of a call."""
+    first, _, late, _ = told('pipedream', 4, 2)
+    assert first.endswith('4 ranks x 1 chunks, 2 microbatches')
+    assert late.startswith('asynchronous, trains another model than 1F1B: weights of forwards are')
+    assert 'are 1.5 1 0.5 0 steps old' in late and 'there are 3 2 2 1 copies' in late
+    assert late.endswith('each step makes the weights of the next forward')
+    _, _, late, _ = told('pipedream-2bw', 4, 4)
+    assert late.endswith('norm and success in the log are of the step before')
+
+
+def test_whose_norm_clips_is_told():
+    with logged('megatron_zbpp.job', 'clipped') as said:
+        for refused in ([], ['embeddings are tied']):
+            StageNorms(Session(Settings('paci')), EndlessTraining()).decide(refused)
+    own, of_all = (line for line, _ in said)
+    assert own.startswith('gradients are clipped by the norm of their own stage')
+    assert '--pipeline-clip global clips by that of all' in own
+    assert of_all.endswith('for which each step waits: embeddings are tied')
+
+
 FIGURES = re.compile(
     r'\| idle GPU time: (\d+\.\d)% \| pipeline bubble: (\d+\.\d)% '
     r'\| live activations: (\d+\.\d) \|$'
@@ -31,25 +116,10 @@ SUMMARY = re.compile(
 
 
 @contextmanager
-def job_lines(training):
-    """What is said once for the job, on the first rank; first the passes that a summary is of."""
-    lines, fit = [], fit_costs.measured_costs
-
-    def fitted(timeline):
-        lines.append(' '.join(sorted({p.kind for own in timeline.schedule.passes for p in own})))
-        return fit(timeline)
-
-    with (
-        mock.patch.object(job_log, 'info', lines.append),
-        mock.patch.object(fit_costs, 'measured_costs', fitted),
-    ):
-        yield lines
-
-
-@contextmanager
-def logged(training):
-    """What is printed, scalars as TensorBoard and as W&B get them, lines of the job."""
-    lines, scalars, kept = [], [], {}
+def heard(training):
+    """What is printed, scalars as TensorBoard and as W&B get them; and what is said once for the
+    job, on the first rank: first the passes that a summary is of."""
+    printed, scalars, kept, said = [], [], {}, []
     board, wandb = mock.Mock(), mock.Mock(config={})
 
     def add_scalar(name, value, iteration):
@@ -58,22 +128,30 @@ def logged(training):
     def log(values, iteration):
         kept.update({(iteration, name): value for name, value in values.items()})
 
+    def fitted(timeline):
+        said.append(' '.join(sorted({p.kind for own in timeline.schedule.passes for p in own})))
+
     board.add_scalar, wandb.log = add_scalar, log
     with (
-        mock.patch.object(training, 'print_rank_last', lambda line: lines.append(line)),
+        mock.patch.object(training, 'print_rank_last', printed.append),
         mock.patch.object(training, 'get_tensorboard_writer', lambda: board),
         mock.patch.object(training, 'get_wandb_writer', lambda: wandb),
-        job_lines(training) as said,
+        mock.patch.object(job_log, 'info', said.append),
+        before((fit_costs, 'measured_costs', fitted)),
     ):
-        yield lines, scalars, kept, said
+        yield printed, scalars, kept, said
+
+
+ZB_V = '--pipeline-model-parallel-size 2 --global-batch-size 6 --pipeline-schedule zb-v'.split()
+EARLY = '--enable-optimizer-post-validation --optimizer-post-validation-clean-steps 3'.split()
+EARLY += ['--clip-grad', '100']
 
 
 @needs_training
 def test_log_line(ranks):
-    argv = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 6, '--train-iters', 5]
-    argv += ['--pipeline-schedule', 'zb-v', '--log-interval', 2, '--tensorboard-log-interval', 4]
-    argv += ['--eval-iters', 1, '--eval-interval', 5, '--split', '90,10,0']  # behind the last one
-    every = run(ranks(2), *argv, event=logged).reported
+    argv = [*ZB_V, *'--train-iters 5 --log-interval 2 --tensorboard-log-interval 4'.split()]
+    argv += '--eval-iters 1 --eval-interval 5 --split 90,10,0'.split()  # behind the last one
+    every = run(ranks(2), *argv, event=heard).reported
     for lines, scalars, kept, said in every:
         (last,) = filter(None, map(SUMMARY.match, said))
         assert last[2] == '5' and 0 < float(last[1]) < 100
@@ -98,11 +176,9 @@ def test_log_line(ranks):
 @needs_training
 def test_last_line_of_a_job_that_a_limit_ends(ranks):
     """Of all iterations, also those behind the last line of the log; early steps are counted."""
-    argv = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 6, '--train-iters', 9]
-    argv += ['--pipeline-schedule', 'zb-v', '--clip-grad', 100, '--log-interval', 4]
-    argv += ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps', 3]
-    argv += ['--exit-interval', 6, '--tensorboard-log-interval', 2]
-    for _, scalars, _, said in run(ranks(2), *argv, event=logged).reported:
+    argv = [*ZB_V, *EARLY, *'--train-iters 9 --log-interval 4 --tensorboard-log-interval 2'.split()]
+    argv += ['--exit-interval', 6]
+    for _, scalars, _, said in run(ranks(2), *argv, event=heard).reported:
         (found,) = filter(None, map(SUMMARY.match, said))
         assert found[2] == '6' and found.groups()[5:] == ('3', '0')
         steps = {name: value for i, name, value in scalars if i == 4 and 'step' in name}
@@ -132,9 +208,7 @@ def test_example(ranks, data, tmp_path, schedule):
 
 def test_post_validation_tells_what_it_does(ranks, data, tmp_path):
     """When it begins, once, and how many steps of the interval were early and taken back."""
-    argv = ['--train-iters', 6, '--log-interval', 2, '--clip-grad', 100]
-    argv += ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps', 3]
-    argv = example.words(data, 'zb-v', *argv)
+    argv = example.words(data, 'zb-v', *EARLY, '--train-iters', 6, '--log-interval', 2)
     found = ranks(2).run(printed, argv, tmp_path / 'metrics.jsonl')
     lines = [line for line in found[-1][0] if ' iteration ' in line and 'grad norm' in line]
     steps = [re.search(r'\| early steps: (\d/\d), taken back: (\d) \|$', line) for line in lines]
@@ -209,13 +283,12 @@ def test_megatrons_ranges():
 
 @contextmanager
 def printed_losses(training):
-    losses, original = [], training.print_rank_last
+    losses = []
 
-    def print_rank_last(line):
+    def note(line):
         losses.extend(map(float, re.findall(r'lm loss: (\S+)', line)))
-        original(line)
 
-    with mock.patch.object(training, 'print_rank_last', print_rank_last):
+    with before((training, 'print_rank_last', note)):
         yield losses
 
 

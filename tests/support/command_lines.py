@@ -26,8 +26,8 @@ LINES = {
 }
 
 
-def ended(words: Sequence[str]) -> tuple[int, str, str]:
-    """The exit code of a line, what was printed, and the errors; notes and progress left out."""
+def ended(words: Sequence[str], notes: bool = False) -> tuple[int, str, str]:
+    """The exit code of a line, what was printed, and the errors: without notes, or with them."""
     with (
         contextlib.redirect_stdout(io.StringIO()) as out,
         contextlib.redirect_stderr(io.StringIO()) as errors,
@@ -36,5 +36,5 @@ def ended(words: Sequence[str]) -> tuple[int, str, str]:
             code = main(words)
         except SystemExit as end:  # argparse
             code = int(end.code or 0)
-    lines = [line for line in errors.getvalue().splitlines() if ': note: ' not in line]
+    lines = [line for line in errors.getvalue().splitlines() if notes or ': note: ' not in line]
     return code, out.getvalue(), '\n'.join(lines)

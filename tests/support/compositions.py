@@ -373,7 +373,7 @@ def _tried(ranks: Ranks, composition: Composition, folder: Path) -> Outcome:
     by_hand = promised == [BY_HAND]
     ours_event = event
     if by_hand:
-        from test_asynchronous_loop import WeightsByHand, finished
+        from test_asynchronous import WeightsByHand, finished
 
         event, ours_event = WeightsByHand(composition.schedule), finished
     start = 0

@@ -207,15 +207,22 @@ def replaced(case: Case, optimizer: str, script: Any) -> Iterator[tuple[Any, str
         yield script, name, with_fields(getattr(script, name), **values)
     if case.split:
         yield orders, '_order', with_w
-    if case.method == 'wpipe':
+    yield from laid_out(script, case.method)
+
+
+def laid_out(script: Any, method: str) -> Iterator[tuple[Any, str, Any]]:
+    """(owner, name, what it is to be), so that Megatron's own schedule has the layout of WPipe."""
+
+    def parsed(argv: list[str]) -> Any:
+        args = parse(argv)
+        args.layout = megatron_zbpp.layout_for(
+            'wpipe', args.pipeline_model_parallel_size, args.num_layers
+        )
+        return args
+
+    if method == 'wpipe':
         parse = script.parse_args
-
-        def laid_out(argv: list[str]) -> Any:
-            args = parse(argv)
-            args.layout = megatron_zbpp.layout_for('wpipe', case.p, args.num_layers)
-            return args
-
-        yield script, 'parse_args', laid_out
+        yield script, 'parse_args', parsed
 
 
 def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
