@@ -5,13 +5,18 @@ of DDP beside the last ones, tied embeddings, norms and parameters behind them."
 from contextlib import contextmanager
 from unittest import mock
 
+import injected
 import pytest
 import torch
 import torch.distributed as dist
 from example import MODEL, logged
 from example import run as run_stock
 from grids import grid
+from test_auto import told
 from torch.distributed import distributed_c10d
+
+from devtools import nccl
+from megatron_zbpp.mcore.iteration import batch
 
 pytestmark = pytest.mark.one_release
 
@@ -36,9 +41,6 @@ SETUPS = {
 @contextmanager
 def emulated(device):
     """Whatever Megatron makes a group of, or computes, is on `device`."""
-    from devtools import nccl
-    from megatron_zbpp.mcore.iteration import batch
-
     made = []
 
     def new_group(*args, backend=None, original=dist.new_group, **kwargs):
@@ -56,49 +58,32 @@ def emulated(device):
 
 
 def train(argv, clean_steps, mode, *, metrics):
-    import injected
-
-    from devtools import nccl
-
-    with nccl.Device(**mode) as device, emulated(device):
-        return injected.train(argv, [], clean_steps, '', metrics=metrics)
+    """Runs on each rank: its early steps; what `auto` says, whose plan is taken for better."""
+    with nccl.Device(**mode) as device, emulated(device), told(None, switching=True) as said:
+        return injected.train(argv, [], clean_steps, '', metrics=metrics), said
 
 
-@grid(setup=tuple(SETUPS), schedule=('zb-h1', 'zb-v'))
-def test_same_bits(ranks, data, setup, schedule):
-    """As Megatron's own schedule on gloo; and nothing waits for ever."""
-    size, flags, clean_steps, mode = SETUPS[setup]
+def compare(ranks, data, schedule, size, flags, clean_steps, mode):
+    """As Megatron's own schedule on gloo; nothing waits for ever. Gives `train`'s results."""
     common = [*COMMON, *flags, '--data-path', data]
     stock = run_stock(ranks(size), *common, '--pipeline-schedule', 'megatron')
     argv = [*MODEL, *common, '--log-interval', 1000, '--pipeline-schedule', schedule]
     found = ranks(size).run(logged, train, list(map(str, argv)), clean_steps, mode)
-    assert not clean_steps or any(rank.tried for rank, _ in found)
-    require_same(found[-1][1], stock)
-
-
-def require_same(lines, stock):
+    _, lines = found[-1]
     assert tuple(line['loss'] for line in lines if 'loss' in line) == stock.losses
     assert lines[-1]['parameters_sha256'] == stock.parameters
+    return [result for result, _ in found]
 
 
-def plan(argv, mode, *, metrics):
-    """Runs on each rank: `auto`, whose plan is taken for better; what it says."""
-    import injected
-    from test_auto import told
-
-    from devtools import nccl
-
-    with nccl.Device(**mode) as device, emulated(device), told(None, switching=True) as said:
-        injected.train(argv, [], 0, '', metrics=metrics)
-    return said
+@grid(setup=tuple(SETUPS), schedule=('zb-h1', 'zb-v'))
+def test_same_bits(ranks, data, setup, schedule):
+    size, flags, clean_steps, mode = SETUPS[setup]
+    found = compare(ranks, data, schedule, size, flags, clean_steps, mode)
+    assert not clean_steps or any(early.tried for early, _ in found)
 
 
 def test_auto_switches(ranks, data):
-    """Ranks measure, agree and go over to other channels, and nothing waits for ever."""
-    common = [*COMMON, '--train-iters', 16, '--data-path', data]
-    stock = run_stock(ranks(2), *common, '--pipeline-schedule', 'megatron')
-    argv = [*MODEL, *common, '--log-interval', 1000, '--pipeline-schedule', 'auto']
+    """Ranks measure, agree and go over to other channels."""
     mode = {'in_order': True, 'synchronises': True}
-    found = ranks(2).run(logged, plan, list(map(str, argv)), mode)
-    assert 'switches' in found[0][0][0]
-    require_same(found[-1][1], stock)
+    found = compare(ranks, data, 'auto', 2, ['--train-iters', 16], 0, mode)
+    assert 'switches' in found[0][1][0]

@@ -22,6 +22,7 @@ from ranks import RankError
 from supported import TOLERANCE, absent, refuses, supports
 from test_launch import NO_CLIPPING
 from test_sliced_models import UNTIED
+from test_te_launch import write_tokenizer
 from test_todays_models import PATTERNS, SPEC
 from test_todays_models import TE_ROPE as TE
 from test_todays_models import segments as divided_among
@@ -60,21 +61,11 @@ def sentences(te_ranks, tmp_path) -> list[str | Path]:
         words += ['--vocab-file', vocabulary]
     else:
         pytest.importorskip('transformers', reason='Megatron has its tokenizers of Hugging Face')
-        write_tokenizer(tmp_path / 'words')
+        special = {f'{w[1:-1].lower()}_token': w for w in VOCABULARY if w[0] == '['}
+        write_tokenizer(tmp_path / 'words', VOCABULARY, 'WordPiece', **special)
         words = ['--tokenizer-type', 'HuggingFaceTokenizer']
         words += ['--tokenizer-model', tmp_path / 'words']
     return ['--data-path', tmp_path / 'text', *words, '--spec', 'local']
-
-
-def write_tokenizer(folder: Path) -> None:
-    """Of the same words, as `AutoTokenizer` reads it."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    numbers = {word: number for number, word in enumerate(VOCABULARY)}
-    words = Tokenizer(models.WordPiece(numbers, unk_token='[UNK]'))
-    named = {f'{word[1:-1].lower()}_token': word for word in VOCABULARY if word[0] == '['}
-    PreTrainedTokenizerFast(tokenizer_object=words, **named).save_pretrained(folder)
 
 
 def write_sentences(prefix: Path) -> None:
@@ -159,20 +150,13 @@ SEGMENTS = '--hybrid-layer-pattern'
 MAMBA = ['--spec', 'megatron.core.models.mamba.mamba_layer_specs', 'mamba_stack_spec']
 
 
-@pytest.fixture
-def segments(te_ranks):
-    """Skips where hybrid models have one chunk a rank."""
-    if SEGMENTS not in te_ranks(2).run(known)[0]:
-        absent('hybrid models have segments from 0.17 on')
-
-
 @supports('`{named}`: {case}')
 @grid(
     named=('pretrain_hybrid.py', 'pretrain_mamba.py'),
     case=tuple(PATTERNS),
     schedule=('zb-v', 'zb-h1', 'interleaved'),
 )
-def test_unedited(te_ranks, segments, tmp_path, named, case, schedule):
+def test_unedited(te_ranks, knows_segments, tmp_path, named, case, schedule):
     """From a checkpoint of Megatron's own 1F1B, each goes on as Megatron does."""
     path = script(named)
     pattern, *more = PATTERNS[case]

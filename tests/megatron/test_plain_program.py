@@ -80,20 +80,7 @@ def by_both(schedule, run):
     return own, ours
 
 
-def evaluated(schedule, tp, pp, chunks, given):
-    """Results where the loss function returns numbers, by both."""
-
-    def forward_step(data_iterator, model):
-        def loss_func(output):
-            return dist.get_rank(), {'loss_reduced': dist.get_rank()}
-
-        return torch.rand(SEQUENCE, MICRO_BATCH, HIDDEN), loss_func
-
-    with pipeline(tp, pp, chunks, lambda: torch.nn.Linear(4, 1)) as (models, arguments):
-        arguments |= groups_of(models[0].config) if given else {}
-        return by_both(schedule, partial(call, forward_step, arguments, forward_only=True))
-
-
+@pytest.mark.on_ranks(4)
 @pytest.mark.parametrize(
     ('schedule', 'tp', 'pp', 'chunks', 'given'),
     [
@@ -103,15 +90,24 @@ def evaluated(schedule, tp, pp, chunks, given):
         ('interleaved', 2, 2, 2, False),
     ],
 )
-def test_loss_functions_may_return_numbers(ranks, schedule, tp, pp, chunks, given):
-    for rank, (own, ours) in enumerate(ranks(4).run(evaluated, schedule, tp, pp, chunks, given)):
-        assert own == ours
-        last = rank // tp == pp - 1
-        assert ours == ([{'loss_reduced': rank}] * MICROBATCHES if last else [])
+def test_loss_functions_may_return_numbers(schedule, tp, pp, chunks, given):
+    rank = dist.get_rank()
+
+    def forward_step(data_iterator, model):
+        return torch.rand(SEQUENCE, MICRO_BATCH, HIDDEN), lambda output: (rank, {'loss': rank})
+
+    with pipeline(tp, pp, chunks, lambda: torch.nn.Linear(4, 1)) as (models, arguments):
+        arguments |= groups_of(models[0].config) if given else {}
+        own, ours = by_both(schedule, partial(call, forward_step, arguments, forward_only=True))
+    last = rank // tp == pp - 1
+    assert own == ours == ([{'loss': rank}] * MICROBATCHES if last else [])
 
 
-def trained(schedule, chunks):
-    """Losses and gradients of a plain model on each rank, by both."""
+@pytest.mark.on_ranks(2)
+@supports('a program with a model of its own')
+@pytest.mark.parametrize(('schedule', 'chunks'), [('zb-h1', 1), ('zb-interleaved', 2)])
+def test_a_plain_model_trains(schedule, chunks):
+    """Its layers are torch's: W passes have nothing to do, which is said."""
 
     def layers():
         return torch.nn.Sequential(torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.Tanh())
@@ -137,40 +133,28 @@ def trained(schedule, chunks):
         models[0].config.fine_grained_activation_offloading = False
         with redirect_stderr(io.StringIO()) as said:
             (losses, gradients), (our_losses, ours) = by_both(schedule, run)
-    same = all(map(torch.equal, gradients, ours)) and len(gradients) == len(ours)
-    told = 'no layer left its weight gradient to a W pass' in said.getvalue()
-    return losses == our_losses, same, len(losses), all(g.any() for g in gradients), told
+    assert losses == our_losses and len(losses) == MICROBATCHES * dist.get_rank()
+    assert all(g.any() and torch.equal(g, own) for g, own in zip(gradients, ours, strict=True))
+    assert 'no layer left its weight gradient to a W pass' in said.getvalue()
 
 
-@supports('a program with a model of its own')
-@pytest.mark.parametrize(('schedule', 'chunks'), [('zb-h1', 1), ('zb-interleaved', 2)])
-def test_a_plain_model_trains(ranks, schedule, chunks):
-    """Its layers are torch's: W passes have nothing to do, which is said."""
-    for rank, found in enumerate(ranks(2).run(trained, schedule, chunks)):
-        assert found == (True, True, MICROBATCHES if rank == 1 else 0, True, True)
-
-
-def starved():
-    """What is raised in an evaluation whose last rank has data for all microbatches but one."""
+@pytest.mark.on_ranks(2)
+def test_data_that_end():
+    """In an evaluation, on the last rank: a bare StopIteration would not say of what."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def forward_step(data_iterator, model):
         next(data_iterator)
         return torch.rand(SEQUENCE, MICRO_BATCH, HIDDEN), lambda output: (1, {})
 
+    last = MICROBATCHES - 1
     with pipeline(1, 2, 1, lambda: torch.nn.Linear(4, 1)) as (_, arguments):
         arguments['data_iterator'] = [iter(range(MICROBATCHES - dist.get_rank()))]
         with megatron_zbpp.enable('zb-h1'):
             function = get_forward_backward_func()
-            return error_of(call, forward_step, arguments, function, forward_only=True)
-
-
-def test_data_that_end(ranks):
-    """A bare StopIteration would not say of what."""
-    fed, starving = ranks(2).run(starved)
-    last = MICROBATCHES - 1
-    assert fed is None
-    assert f'the data iterator has ended at microbatch {last} of {MICROBATCHES}' in starving
+            said = error_of(call, forward_step, arguments, function, forward_only=True)
+    wanted = f'the data iterator has ended at microbatch {last} of {MICROBATCHES}'
+    assert wanted in said if dist.get_rank() else said is None
 
 
 FILE = 'tests/unit_tests/pipeline_parallel/test_schedules.py'

@@ -1,11 +1,15 @@
-"""Steps that are validated later leave what synchronous ones leave, to the bit."""
+"""Steps that are validated later leave what synchronous ones leave, to the bit. So do they where
+programs touch weights, gradients or state between calls."""
 
 import gc
+import json
 import random
 
 import pytest
+import stock
 import torch
 import torch.distributed as dist
+import touching
 from example import MODEL, forget_groups, logged, program
 from grids import grid
 from injected import VALUES, Early, Event, train
@@ -98,8 +102,10 @@ def test_evaluation_and_saving_between(compared, tmp_path):
     assert early[0] == Early(ITERATIONS - 1, 0)
 
 
-def disabled_before_messages_arrive():
-    """Forwards run ahead that take long; the next rank disables the plugin meanwhile."""
+@pytest.mark.on_ranks(2)
+def test_disabling_waits_for_messages():
+    """Forwards run ahead that take long; the next rank disables the plugin meanwhile. Else messages
+    would stand in the way of all that comes after them."""
     from megatron.core import parallel_state, tensor_parallel
 
     with shared_groups():  # so that what follows takes the connection of the messages
@@ -115,37 +121,129 @@ def disabled_before_messages_arrive():
     total = torch.ones(1)
     dist.all_reduce(total)
     forget_groups()
-    return early, total.item()
-
-
-def test_disabling_waits_for_messages(ranks):
-    """Else they would stand in the way of all that comes after them."""
-    (first, total), (last, _) = ranks(2).run(disabled_before_messages_arrive, timeout=200)
-    assert first and not last
-    assert total == 2
+    assert total.item() == 2
+    assert bool(early) == (dist.get_rank() == 0)
 
 
 TURN = 4  # iterations
 
 
-def in_turns(argv: list[str]) -> tuple[int, int]:
-    """Runs on each rank: the plugin is taken out and put in again, as where schedules take turns.
-    Returns how many steps were early, and iterations that ran again."""
+@pytest.mark.on_ranks(2)
+def test_no_weights_are_said_to_have_changed_in_the_next_turn(data):
+    """The plugin is taken out and put in again, as where schedules take turns: weights that a turn
+    has ended with are not those that the next one begins with."""
+    argv = [*MODEL, '--num-layers', 4, '--data-path', data, '--log-interval', 1000]
+    argv += ['--pipeline-model-parallel-size', 2, '--global-batch-size', 4, '--clip-grad', 100]
+    argv += ['--train-iters', 2 * TURN, *by('zb-h1+post-validation')]
     with program(argv) as at:
         for iteration in range(2 * TURN):
             if iteration == TURN:
                 at.plugin.disable()
                 at.plugin.install()
             at.step()
-        return at.plugin.post_validation.early, at.plugin.post_validation.redone
+        done = at.plugin.post_validation
+    assert done.redone == 0
+    assert dist.get_rank() or done.early > TURN, 'in both turns'
 
 
-def test_no_weights_are_said_to_have_changed_in_the_next_turn(ranks, data):
-    """Weights that a turn has ended with are not those that the next one begins with."""
-    argv = [*MODEL, '--num-layers', 4, '--data-path', data, '--log-interval', 1000]
-    argv += ['--pipeline-model-parallel-size', 2, '--global-batch-size', 4, '--clip-grad', 100]
-    argv += ['--train-iters', 2 * TURN, *by('zb-h1+post-validation')]
-    found = ranks(2).run(in_turns, argv)
-    early, redone = zip(*found, strict=True)
-    assert max(early) > TURN, 'in both turns'
-    assert redone == (0, 0)
+TOUCHED_ITERATIONS = 6
+TOUCHED = ['--num-layers', 4, '--global-batch-size', 8, '--train-iters', TOUCHED_ITERATIONS]
+TOUCHED += ['--untie-embeddings-and-output-weights', '--pipeline-model-parallel-size', 2]
+TOUCHED += ['--log-interval', 1000, '--clip-grad', 1000, '--no-check-for-nan-in-loss-and-grad']
+OPTIMIZERS = {
+    'plain': (2, []),
+    'distributed': (4, ['--use-distributed-optimizer', '--overlap-grad-reduce']),
+    'distributed bf16': (4, ['--use-distributed-optimizer', '--bf16']),
+    'bf16': (2, ['--bf16']),
+}
+SCHEDULES = ('zb-h1', 'zb-v')
+EVALUATION = ['--eval-iters', 1, '--eval-interval', 2]
+
+
+@pytest.fixture(scope='module')
+def touched(ranks, data):
+    """Trains by stock Megatron and by a schedule; what each rank did, once both are the same."""
+
+    def run(program, schedule, optimizer, variant=''):
+        size, flags = OPTIMIZERS[optimizer]
+        flags = [*MODEL, *TOUCHED, '--data-path', data, *flags]
+        flags += EVALUATION if 'evaluation' in touching.PROGRAMS[program] else ['--eval-iters', 0]
+
+        def trained(name, early):
+            words = [*map(str, flags), '--pipeline-schedule', name]
+            given = touching.train, words, program, early, variant
+            found = stock.trained(ranks(size), logged, *given, kept=not early)
+            done = [rank for rank, _ in found]
+            lines = [dict(line) for line in found[-1][1]]
+            for line in lines if schedule != 'zb-h1' else ():  # norms add up in another order
+                line.pop('grad_norm', None)
+            return (lines, read(done)), done
+
+        found, done = trained(schedule, True)
+        assert found == trained('megatron', False)[0]
+        return done
+
+    return run
+
+
+def read(done):
+    """What all ranks together have written down, call by call."""
+    calls = zip(*(map(json.loads, rank.read) for rank in done), strict=True)
+    return [together(call) if isinstance(call[0], dict) else call for call in calls]
+
+
+def together(entries):
+    return dict(sorted(item for each in entries for item in each.items()))
+
+
+def possible(program, schedule, optimizer):
+    """Random states follow the ranks, not the layers."""
+    return schedule == 'zb-h1' or not program.startswith('random')
+
+
+def check_redone(done, times):
+    """All ranks have run again as often, one has said why, each time."""
+    assert {rank.redone for rank in done} == {times}
+    said = ''.join(rank.said for rank in done)
+    assert said.count('changed between optimizer.step() and the next iteration') == times
+    assert any(rank.early for rank in done)
+
+
+DUE = TOUCHED_ITERATIONS // touching.NOW_AND_THEN
+
+
+@supports('weights touched after the step', '{schedule}+post-validation')
+@grid(possible, program=tuple(touching.WEIGHTS), schedule=SCHEDULES, optimizer=tuple(OPTIMIZERS))
+def test_weights(touched, program, schedule, optimizer):
+    done = touched(program, schedule, optimizer)
+    ends = [rank for rank in done if 'post-validation ends' in rank.said]
+    if program == 'weight decay each time':
+        check_redone(done, 3)
+        assert len(ends) == 1 and 'changes weights after each of 3 steps in a row' in ends[0].said
+    elif program == 'gradients before, clamp':
+        check_redone(done, 1)
+        assert len(ends) == 1 and 'gradients are not zero when an iteration' in ends[0].said
+    else:
+        check_redone(done, 0 if 'evaluation' in program else DUE)
+        assert not ends
+
+
+@pytest.mark.full
+@grid(
+    possible, program=tuple(touching.MORE_WEIGHTS), schedule=SCHEDULES, optimizer=tuple(OPTIMIZERS)
+)
+def test_more_weights(touched, program, schedule, optimizer):
+    done = touched(program, schedule, optimizer)
+    if program == 'clamp the last layer':  # where it is, forwards need not have run ahead
+        check_redone(done, done[0].redone)
+    else:
+        check_redone(done, 0)
+
+
+@supports('gradients, state and hooks touched between calls', '{schedule}+post-validation')
+@grid(possible, program=tuple(touching.OTHERS), schedule=SCHEDULES, optimizer=tuple(OPTIMIZERS))
+def test_others(touched, program, schedule, optimizer):
+    """All but random states of dropout are touched where forwards do not see it."""
+    variant = 'dropout' if program == 'random states' else ''
+    done = touched(program, schedule, optimizer, variant)
+    check_redone(done, DUE if variant else 0)

@@ -43,7 +43,6 @@ UNWATCHED = ['--pipeline-watchdog-timeout', 0]
 PREPARING = [*UNWATCHED, '--pipeline-prewarm']
 _ASKED_BY_MTP = 'is_inference_column_parallel_linear'  # on main; knows types of TE alone
 PREPARED = 'first iteration prepared in parallel'
-FP8 = f'{PREPARED}: FP8 with delayed scaling'
 EXPERTS = [*LLAMA, *MOE, '--moe-z-loss-coeff', 1e-3]
 # what is trained: processes, flags
 CASES = {
@@ -90,18 +89,14 @@ def test_changes_nothing(ranks, schedule, case):
 
 @needs_training
 @pytest.mark.te
-@pytest.mark.parametrize(
-    'beside',
-    [
-        pytest.param(flags, id=name, marks=supports(f'{FP8}{name}', 'zb-v'))
-        for name, flags in {'': [], ', dropout': DROPOUT}.items()
-    ],
-)
+@supports(f'{PREPARED}: FP8 with delayed scaling{{beside}}', 'zb-v')
+@pytest.mark.parametrize('beside', ['', ', dropout'])
 def test_scales_of_fp8(te_ranks, beside):
     """Also where masks are drawn between what is scaled."""
     flags = ['--transformer-impl', 'transformer_engine', '--bf16', *ROPE, '--fp8-format', 'hybrid']
     flags += ['--fp8-recipe', 'delayed', '--pipeline-schedule', 'zb-v']
-    require_no_change(te_ranks(2), *flags, *beside, batch=6)
+    flags += DROPOUT if beside else []
+    require_no_change(te_ranks(2), *flags, batch=6)
 
 
 @supports(f'{PREPARED}: layers of Transformer Engine that run twice', 'zb-v')
@@ -116,7 +111,8 @@ def test_flags_of_the_first_microbatch(te_ranks, data):
     models.assert_same(first, plain)
 
 
-def flagged():
+@pytest.mark.on_ranks(1)
+def test_flags_and_gradients():
     """Of a layer that DDP does not wrap: what there is behind a backward whose traces go."""
     layer = torch.nn.Linear(2, 2)
     layer.config = TransformerConfig(num_layers=1, hidden_size=2, num_attention_heads=1)
@@ -125,12 +121,8 @@ def flagged():
     with prewarm._nothing_left([layer]):
         layer(torch.ones(2)).sum().backward()
         layer.is_first_microbatch, layer.weight.grad_added_to_main_grad = False, True
-    left = layer.is_first_microbatch, layer.weight.grad_added_to_main_grad
-    return *left, layer.weight.grad, layer.bias.grad.tolist()
-
-
-def test_flags_and_gradients(ranks):
-    assert ranks(1).run(flagged) == [(True, False, None, [0, 0])]
+    assert (layer.is_first_microbatch, layer.weight.grad_added_to_main_grad) == (True, False)
+    assert layer.weight.grad is None and layer.bias.grad.tolist() == [0, 0]
 
 
 def require_no_change(ranks, *flags, batch):
@@ -220,50 +212,45 @@ pretrain_gpt.main()
 """
 
 
-@pytest.fixture
-def launched(tmp_path, data):
+def launched(folder, data, number):
     """What two ranks of a program say, prepared in parallel, and how they end: one fails when it
     first runs, or gets a signal."""
-
-    def launch(number):
-        script = tmp_path / 'unlucky.py'
-        script.write_text(UNLUCKY)
-        torchrun = [sys.executable, '-m', 'torch.distributed.run', '--standalone']
-        argv = words(data, 'zb-v', '--train-iters', 2, '--pipeline-prewarm')
-        command = [*torchrun, '--nproc-per-node', 2, script, number, *argv]
-        paths = os.pathsep.join(map(str, (ROOT, ROOT / 'examples' / 'gpt')))
-        done = forked.run(command, env={'PYTHONPATH': paths}, timeout=200)
-        assert done.returncode
-        return done
-
-    return launch
+    script = folder / 'unlucky.py'
+    script.write_text(UNLUCKY)
+    torchrun = [sys.executable, '-m', 'torch.distributed.run', '--standalone']
+    argv = words(data, 'zb-v', '--train-iters', 2, '--pipeline-prewarm')
+    command = [*torchrun, '--nproc-per-node', 2, script, number, *argv]
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / 'examples' / 'gpt')))
+    done = forked.run(command, env={'PYTHONPATH': paths}, timeout=200)
+    assert done.returncode
+    return done
 
 
-def test_one_rank_that_fails_inside_ends_all(launched):
+def test_one_rank_that_fails_inside_ends_all(tmp_path, data):
     """The other has run its chunks and waits for the first message of the iteration."""
-    said = launched(0).stderr
+    said = launched(tmp_path, data, 0).stderr
     assert said.count('ZeroDivisionError: a kernel that is not there. If they work') == 1
     assert '--no-pipeline-prewarm' in said
 
 
 @pytest.mark.parametrize('name', ['SIGINT', 'SIGTERM'])
-def test_interrupted_inside(launched, name):
+def test_interrupted_inside(tmp_path, data, name):
     """All end; it says what it was in, and how to leave that out."""
-    done = launched(signal.Signals[name].value)
+    done = launched(tmp_path, data, signal.Signals[name].value)
     assert 'iteration        1' not in done.stdout
     watchdog = 'pipeline watchdog: global rank '
     report = done.stderr.partition(f'{watchdog}1 ')[2].partition(watchdog)[0]  # of that rank alone
     title, *lines = report.splitlines()
     assert name in title or 'KeyboardInterrupt' in title
-    told = [line for line in lines if line.startswith(f'  part of: {prewarm.PASSES}')]
-    assert len(told) == 1 and '--no-pipeline-prewarm' in told[0]
+    (told,) = (line for line in lines if line.startswith(f'  part of: {prewarm.PASSES}'))
+    assert '--no-pipeline-prewarm' in told
     ended = done.stderr.count(f'[rank1]: KeyboardInterrupt: {prewarm.PASSES}')
     assert ended == (name == 'SIGINT')
 
 
 def interrupted(argv, interrupts):
-    """Trains two iterations on each rank, the first again where an interruption ends it. Returns
-    the losses, and what the interruption said and left."""
+    """Trains two iterations, the first again where an interruption ends it. Returns the losses and
+    gradients, and what the interruption said and left."""
     import pretrain_gpt
 
     from megatron_zbpp.mcore.side_effects import random_states, same_states
@@ -301,17 +288,16 @@ def interrupted(argv, interrupts):
                 losses = [batch()]
             losses.append(batch())
         gradients = torch.stack([p.main_grad.norm() for p in parameters]).tolist()
-    return losses, gradients, said
+    return (losses, gradients), said
 
 
-def test_nothing_is_left_of_an_interruption(ranks, data):
+@pytest.mark.on_ranks(2)
+def test_nothing_is_left_of_an_interruption(data):
     """Ctrl-C in the second W, where a program catches it and trains on."""
-    argv = words(data, 'zb-v')
-    plain, stopped = (ranks(2).run(interrupted, argv, given) for given in (False, True))
-    for (*whole, none), (*again, said) in zip(plain, stopped, strict=True):
-        assert again == whole and none == []
-        reason, *left = said
-        assert reason.startswith(prewarm.PASSES) and left == [True, True, True, True, 0]
+    whole, none = interrupted(words(data, 'zb-v'), False)
+    again, (reason, *left) = interrupted(words(data, 'zb-v'), True)
+    assert again == whole and none == []
+    assert reason.startswith(prewarm.PASSES) and left == [True, True, True, True, 0]
 
 
 class Alive(TorchDispatchMode):
@@ -344,7 +330,7 @@ class Alive(TorchDispatchMode):
 
 
 def peaks(argv):
-    """Bytes that each rank holds at most before the first iteration, and in it."""
+    """Bytes that this rank holds at most before the first iteration, and in it."""
     found, original = [], prewarm.prewarmed
 
     def prewarmed(*given):
@@ -360,28 +346,24 @@ def peaks(argv):
     return *found, alive.peak
 
 
+@pytest.mark.on_ranks(2)
 @pytest.mark.parametrize('schedule', ['zb-v', 'zb-h1'])
-def test_peak_memory(ranks, data, schedule):
+def test_peak_memory(data, schedule):
     """Far below that of the iteration; as much where one microbatch is all there is. The copies of
     random states, which are on the host, are no part of that."""
-    states = 2 * torch.get_rng_state().nbytes
-    for before, within in ranks(2).run(peaks, words(data, schedule, m=2)):
-        assert 100_000 < before < 0.8 * within
-    for before, within in ranks(2).run(peaks, words(data, schedule, m=1)):
-        assert 0.99 * within < before - states < 1.01 * within
+    before, within = peaks(words(data, schedule, m=2))
+    assert 100_000 < before < 0.8 * within
+    before, within = peaks(words(data, schedule, m=1))
+    assert 0.99 * within < before - 2 * torch.get_rng_state().nbytes < 1.01 * within
 
 
-def held_gradients(argv):
-    """Trains one iteration on each rank on gradients that are there already; forwards that ran."""
-    with program([*argv, *PREPARING]) as at:
+@pytest.mark.on_ranks(2)
+def test_gradients_that_are_there_stay(data):
+    """No forward runs before the iteration, of four microbatches in two chunks."""
+    with program([*words(data, 'zb-v'), *PREPARING]) as at:
         parameters = [p for model in at.models for p in model.parameters()]
         for parameter in parameters:
             parameter.main_grad.fill_(1)
         with mock.patch.object(at.script, 'forward_step', wraps=at.script.forward_step) as forward:
             at.batch()
-        return forward.call_count, all(p.main_grad.min() > -1 for p in parameters)
-
-
-def test_gradients_that_are_there_stay(ranks, data):
-    argv = words(data, 'zb-v')
-    assert ranks(2).run(held_gradients, argv) == [(8, True)] * 2
+        assert forward.call_count == 2 * 4 and all(p.main_grad.min() > -1 for p in parameters)

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from contextlib import contextmanager
+from unittest import mock
 
 import events
 import pytest
@@ -90,13 +91,10 @@ def layers_built(training):
         gc.collect()
         most[0] = max(most[0], sum(ref() is not None for ref in built))
 
-    TransformerLayer.__init__ = __init__
     reported = []
-    try:
+    with mock.patch.object(TransformerLayer, '__init__', __init__):
         yield reported
-    finally:
-        TransformerLayer.__init__ = original
-        reported.append((len(built), most[0]))
+    reported.append((len(built), most[0]))
 
 
 def test_nothing_is_drawn_twice(ranks):

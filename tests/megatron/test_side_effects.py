@@ -23,39 +23,36 @@ from megatron_zbpp.mcore.side_effects import SideEffects, isolated
 SEED = 5
 
 
-def generator_class():
-    """CUDA's generators, several of which may hold one state: that the CPU's cannot."""
+class Generator(torch.Generator):
+    """As CUDA's, several of which may hold one state: that the CPU's cannot."""
 
-    class Generator(torch.Generator):
-        state: torch.Generator
+    state: torch.Generator
 
-        @classmethod
-        def of(cls, state):
-            made = cls()
-            made.state = state
-            return made
+    @classmethod
+    def of(cls, state):
+        made = cls()
+        made.state = state
+        return made
 
-        def graphsafe_get_state(self):
-            return Generator.of(self.state)
+    def graphsafe_get_state(self):
+        return Generator.of(self.state)
 
-        def graphsafe_set_state(self, other):
-            self.state = other.state
+    def graphsafe_set_state(self, other):
+        self.state = other.state
 
-        def clone_state(self):
-            return Generator.of(self.state.clone_state())
+    def clone_state(self):
+        return Generator.of(self.state.clone_state())
 
-        def manual_seed(self, seed):
-            self.state.manual_seed(seed)
-            return self
+    def manual_seed(self, seed):
+        self.state.manual_seed(seed)
+        return self
 
-        def get_state(self):
-            return self.state.get_state()
+    def get_state(self):
+        return self.state.get_state()
 
-        def set_state(self, value):
-            self.state.set_state(value)
-            return self
-
-    return Generator
+    def set_state(self, value):
+        self.state.set_state(value)
+        return self
 
 
 def drawn(tracker):
@@ -64,17 +61,16 @@ def drawn(tracker):
     from megatron.core.tensor_parallel import random
 
     graph_safe = tracker != 'tensors'
-    default = torch.default_generator
-    if graph_safe:
-        default = generator_class().of(torch.Generator())
+    default = Generator.of(torch.Generator()) if graph_safe else torch.default_generator
+
+    def two():
+        return torch.rand(2, generator=default.state if graph_safe else default).tolist()
 
     def draw():
         """Of the device's own and of the tracked state, as dropout of a layer does."""
-        source = default.state if graph_safe else default
-        made = torch.rand(2, generator=source).tolist()
+        own = two()
         with random.get_cuda_rng_tracker().fork():
-            source = default.state if graph_safe else default
-            return made + torch.rand(2, generator=source).tolist()
+            return own + two()
 
     def states():
         tracked = random.get_cuda_rng_tracker().get_states().values()
@@ -110,21 +106,20 @@ def drawn(tracker):
     return found, undisturbed, [a is b for a, b in zip(held, now, strict=True)]
 
 
-def check(results, graph_safe):
-    for found, (first, second), same in results:
-        assert found == [first, first, second] and first != second
-        assert same == [True] * 2 * graph_safe, 'graphs are captured with them'
-
-
+@pytest.mark.on_ranks(2)
 @pytest.mark.parametrize('tracker', ['tensors', 'graphs'])
-def test_megatrons_tracker(ranks, tracker):
-    check(ranks(2).run(drawn, tracker), tracker == 'graphs')
+def test_megatrons_tracker(tracker):
+    found, (first, second), same = drawn(tracker)
+    assert found == [first, first, second] and first != second
+    assert same == [True] * 2 * (tracker != 'tensors'), 'graphs are captured with them'
 
 
 @pytest.mark.te
-def test_transformer_engines_tracker(te_ranks):
+@pytest.mark.on_ranks(2)
+@pytest.mark.usefixtures('te_ranks')
+def test_transformer_engines_tracker():
     """--te-rng-tracker"""
-    check(te_ranks(2).run(drawn, 'te'), True)
+    test_megatrons_tracker('te')
 
 
 @pytest.mark.on_ranks(2)

@@ -181,36 +181,27 @@ def steps(how, forward_step, job, argv):
         return how(job, argv)
 
 
-def trained(argv):
-    """Runs on one rank: by name, what is left of slices, and of whole sequences."""
-    return {
-        name: [steps(how, forward_step, JOB, argv) for how in (in_turn, train)]
-        for name, forward_step in GOOD.items()
-    }
-
-
-def test_as_whole_sequences(ranks, argv):
-    (found,) = ranks(1).run(trained, argv)
-    for slices, whole in found.values():
+@pytest.mark.on_ranks(1)
+def test_as_whole_sequences(argv):
+    norms = set()
+    for forward_step in GOOD.values():
+        slices, whole = (steps(how, forward_step, JOB, argv) for how in (in_turn, train))
         close([slices], [whole], 1e-5)
-    assert len({whole.norms[0] for _, whole in found.values()}) == len(GOOD)
+        norms.add(whole.norms[0])
+    assert len(norms) == len(GOOD)
 
 
-def refused(argv):
-    """Runs on one rank: by name, what is said at the first call."""
-    given = {name: forward_step for name, (forward_step, _) in REFUSED.items()}
-    return {name: error_of(steps, in_turn, step, JOB, argv) for name, step in given.items()}
+@pytest.mark.on_ranks(1)
+@pytest.mark.parametrize('name', REFUSED)
+def test_refused_at_the_first_call(name, argv):
+    forward_step, message = REFUSED[name]
+    said = error_of(steps, in_turn, forward_step, JOB, argv)
+    assert message in str(said) and 'a schedule of whole sequences' in said, said
 
 
-def test_refused_at_the_first_call(ranks, argv):
-    (found,) = ranks(1).run(refused, argv)
-    for name, (_, message) in REFUSED.items():
-        assert message in str(found[name]), name
-        assert 'a schedule of whole sequences' in found[name], name
-
-
-def layers(argv):
-    """Runs on each rank: what is said of modules, before the first pass or in the first call."""
+@pytest.mark.on_ranks(1)
+def test_modules(argv):
+    """What is said of them, before the first pass or in the first call."""
     import pretrain_gpt as script
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -293,13 +284,8 @@ def layers(argv):
     for wrapped, words in ((nameless, 'by functools.wraps'), (without_any, 'functools.wraps')):
         with mock.patch.object(GPTModel, 'forward', wrapped(GPTModel.forward)):
             found[words] = said(JOB, lambda model: None)
-    return found
-
-
-def test_modules(ranks, argv):
-    (found,) = ranks(1).run(layers, argv)
-    for words, said in found.items():
-        assert words in str(said) and 'a schedule of whole sequences' in said, (words, said)
+    for words, text in found.items():
+        assert words in str(text) and 'a schedule of whole sequences' in text, (words, text)
 
 
 def own_attention(argv):
@@ -358,13 +344,15 @@ def test_in_a_pipeline(ranks, pipeline, shards, words):
         ranks(2).run(functools.partial(by_sequence_in, **shards), pipeline)
 
 
-def routed(argv):
-    """Runs on one rank: by kind, what is left of slices and of whole sequences, and the logs."""
+@pytest.mark.on_ranks(1)
+@pytest.mark.parametrize('kind', ['z-loss', 'z-loss by token', 'experts by sequence'])
+def test_losses_of_routers(kind, argv):
+    """Means of tokens are those of whole sequences, in gradients and in the log."""
     import pretrain_gpt as script
 
-    run_batch, found = script.run_batch, {}
+    log, found = [], []
 
-    def noting(*args):
+    def noting(*args, run_batch=script.run_batch):
         loss = run_batch(*args)
         for name, entry in compat.logged_losses().items():
             log.append((name, compat.logged_values(entry).tolist()))
@@ -372,21 +360,11 @@ def routed(argv):
         return loss
 
     with mock.patch.object(script, 'run_batch', noting):
-        for kind in ('z-loss', 'z-loss by token', 'experts by sequence'):
-            found[kind] = []
-            for how in (in_turn, train):
-                log = []
-                found[kind].append((how(replace(EXPERTS, kind=kind), argv), log))
-    return found
-
-
-def test_losses_of_routers(ranks, argv):
-    """Means of tokens are those of whole sequences, in gradients and in the log."""
-    (found,) = ranks(1).run(routed, argv)
-    for kind, ((slices, log), (whole, expected)) in found.items():
-        exact = kind.startswith('z-loss')
-        close([slices], [whole], 1e-6 if exact else 5e-3, exact)
-        assert len(log) == 2
-        for (name, own), (other, values) in zip(log, expected, strict=True):
-            assert name == other and all(values)
-            assert own == pytest.approx(values, rel=1e-5 if exact else 0.1)
+        for how in (in_turn, train):
+            found.append([how(replace(EXPERTS, kind=kind), argv)])
+    exact = kind.startswith('z-loss')
+    close(*found, 1e-6 if exact else 5e-3, exact)
+    assert len(log) == 4
+    for (name, own), (other, values) in zip(log[:2], log[2:], strict=True):
+        assert name == other and all(values)
+        assert own == pytest.approx(values, rel=1e-5 if exact else 0.1)

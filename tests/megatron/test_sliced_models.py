@@ -1,4 +1,5 @@
-"""Slices of sequences in Megatron's models: as on one rank, close to whole sequences."""
+"""Slices of sequences in Megatron's models: as on one rank, close to whole sequences. That run
+again, or are elsewhere between F and B: to the bit as without."""
 
 import functools
 import math
@@ -11,16 +12,22 @@ import example
 import pytest
 import torch
 from grids import grid
-from models import Job, assert_same, reference, train
+from models import MICROBATCHES, Job, assert_same, reference, train
 from nvidia import by, needs_training, run, since
 from outcome import logged
 from supported import TOLERANCE, supports
 from test_launch import NO_CLIPPING, PIPELINE
 
 import megatron_zbpp
-from megatron_zbpp.ir import B, F, Pass
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.ir import B, F, Pass, Placement
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.planner.actions import plan_within
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
-from megatron_zbpp.techniques.slices.graph import cuts_of
+from megatron_zbpp.techniques.base import with_copies
+from megatron_zbpp.techniques.evict import with_eviction
+from megatron_zbpp.techniques.slices.balance import Attention, in_parts
+from megatron_zbpp.techniques.slices.graph import Slicing, cuts_of, sized
 from megatron_zbpp.techniques.slices.place import in_slices
 
 SLICES = 4
@@ -73,10 +80,13 @@ def _one_by_one(running):
     return forward_backward
 
 
-def by_slices(ranks, data, tmp_path, job, name='zb-h1', early=False, more=()):
-    """What a pipeline leaves."""
-    file = tmp_path / f'{name}.json'
-    file.write_text(in_slices(name, job.pp, job.microbatches, SLICES).to_json())
+def by_slices(ranks, data, folder, job, schedule='zb-h1', early=False, more=()):
+    """What a pipeline leaves by a schedule of slices, or by a name in `SLICES` of them."""
+    name, made = 'made', schedule
+    if isinstance(schedule, str):
+        name, made = schedule, in_slices(schedule, job.pp, job.microbatches, SLICES)
+    file = folder / f'{name}.json'
+    file.write_text(made.to_json())
     own = replace(job, file=str(file))
     return ranks(job.size).run(train, own, [*own.argv('', early, data), *more])
 
@@ -84,23 +94,40 @@ def by_slices(ranks, data, tmp_path, job, name='zb-h1', early=False, more=()):
 @pytest.fixture(scope='module')
 def one_by_one(ranks, data):
     """`one_by_one(kind)`: what the slices of a model leave on one rank; trained once."""
-    return functools.cache(lambda kind: ranks(1).run(in_turn, alone(kind), untied(kind, data)))
 
+    @functools.cache
+    def trained(kind):
+        job = few(kind, pp=1, layers=4)
+        return ranks(1).run(in_turn, job, [*job.argv('megatron', False, data), *UNTIED])
 
-def alone(kind, **more):
-    return few(kind, te=False, pp=1, layers=4, **more)
-
-
-def untied(kind, data):
-    return [*alone(kind).argv('megatron', False, data), *UNTIED]
+    return trained
 
 
 UNTIED = ['--untie-embeddings-and-output-weights']
-few = partial(Job, iterations=2, microbatches=2)
-JOBS = {
-    'SwiGLU, query norms': few('SwiGLU', te=False, distributed=True, overlap=True, dp=2),
-    'GPT, everything recomputed': few(te=False, recompute='full'),
-    'bf16': few(te=False, bf16=True),
+of_te = partial(Job, iterations=2, microbatches=2)
+few = partial(of_te, te=False)
+# of one rank, whose slices run one by one: what a pipeline adds is compared to the bit below
+ONE_RANK = {
+    'experts': few('experts', pp=1),  # which are balanced in each slice
+    'one key for all queries': few('one key for all queries', pp=1),
+    'window': few('window', pp=1),
+    'YaRN': few(pp=1, positions='yarn'),
+    'learned positions': few(pp=1, positions='learned_absolute'),
+    'masks': few(pp=1, masks=True),
+    'attention recomputed': few(pp=1, recompute='selective'),
+}
+JOBS = ONE_RANK | {
+    'SwiGLU, query norms': few('SwiGLU', distributed=True, overlap=True, dp=2),
+    'GPT, everything recomputed': few(recompute='full'),
+    'bf16': few(bf16=True),
+}
+TE_JOBS = {
+    'MLA with YaRN': of_te('MLA', pp=1),
+    'MLA with plain RoPE': of_te('MLA with plain RoPE', pp=1),
+    'window': of_te('window', pp=1),
+    'SwiGLU, attention recomputed': of_te('SwiGLU', fused=True, recompute='selective'),
+    'tensor and sequence parallel': of_te(tp=2),
+    'experts': of_te('unbalanced experts', ep=2, dp=2, distributed=True, fused=True, overlap=True),
 }
 
 
@@ -119,68 +146,31 @@ def close(trained, reference, relative, gradients=True):
             assert off <= relative * mean.abs().max(), (key, off)
 
 
-@pytest.mark.parametrize('job', JOBS.values(), ids=JOBS)
-def test_close_to_whole_sequences(ranks, data, tmp_path, job):
-    stock = reference(ranks, data, job)
-    close(by_slices(ranks, data, tmp_path, job), stock, 2e-2 if job.bf16 else 1e-6)
+@pytest.mark.parametrize('name', JOBS)
+def test_close_to_whole_sequences(ranks, data, tmp_path, name):
+    close_to_whole(ranks, data, tmp_path, JOBS[name])
 
 
-MODELS = {
-    'experts': few('experts', te=False, pp=1),  # which are balanced in each slice
-    'one key for all queries': few('one key for all queries', te=False, pp=1),
-    'window': few('window', te=False, pp=1),
-    'YaRN': few(te=False, pp=1, positions='yarn'),
-    'learned positions': few(te=False, pp=1, positions='learned_absolute'),
-    'masks': few(te=False, pp=1, masks=True),
-    'attention recomputed': few(te=False, pp=1, recompute='selective'),
-}
+@pytest.mark.te
+@pytest.mark.parametrize('name', TE_JOBS)
+def test_transformer_engines_layers(te_ranks, data, tmp_path, name):
+    close_to_whole(te_ranks, data, tmp_path, TE_JOBS[name])
 
 
-@pytest.fixture(scope='module')
-def whole(ranks, data):
-    """`whole(name)`: what whole sequences leave on one rank; trained once."""
-    return functools.cache(lambda name: reference(ranks, data, MODELS[name]))
+def close_to_whole(ranks, data, folder, job):
+    if job.pp == 1:
+        found = ranks(1).run(in_turn, job, job.argv('megatron', False, data))
+    else:
+        found = by_slices(ranks, data, folder, job)
+    exact = job.kind != 'experts'
+    relative = 2e-2 if job.bf16 else 1e-6 if exact else 5e-3
+    close(found, reference(ranks, data, job), relative, exact)
 
 
-@pytest.mark.parametrize('name', MODELS)
-def test_slices_one_by_one(ranks, data, whole, name):
-    """On one rank: what the pipeline adds to that is compared to the bit below."""
-    job, exact = MODELS[name], name != 'experts'
-    found = ranks(1).run(in_turn, job, job.argv('megatron', False, data))
-    close(found, whole(name), 1e-6 if exact else 5e-3, exact)
-
-
-def test_the_cases_differ(whole):
+def test_the_cases_differ(ranks, data):
     """Positions, windows and masks change the loss, so a slice that forgot them would show."""
-    assert len({whole(name)[0].losses[0] for name in MODELS}) == len(MODELS)
-
-
-TE_MODELS = {
-    'MLA with YaRN': few('MLA', pp=1),
-    'MLA with plain RoPE': few('MLA with plain RoPE', pp=1),
-    'window': few('window', pp=1),
-}
-
-
-@pytest.mark.te
-@pytest.mark.parametrize('job', TE_MODELS.values(), ids=TE_MODELS)
-def test_transformer_engines_slices_one_by_one(te_ranks, data, job):
-    found = te_ranks(1).run(in_turn, job, job.argv('megatron', False, data))
-    close(found, reference(te_ranks, data, job), 1e-6)
-
-
-TE_JOBS = {
-    'SwiGLU, attention recomputed': few('SwiGLU', fused=True, recompute='selective'),
-    'tensor and sequence parallel': few(tp=2),
-    'experts': few('unbalanced experts', ep=2, dp=2, distributed=True, fused=True, overlap=True),
-}
-
-
-@pytest.mark.te
-@pytest.mark.parametrize('job', TE_JOBS.values(), ids=TE_JOBS)
-def test_transformer_engines_layers(te_ranks, data, tmp_path, job):
-    stock = reference(te_ranks, data, job)
-    close(by_slices(te_ranks, data, tmp_path, job), stock, 1e-6)
+    losses = {reference(ranks, data, job)[0].losses[0] for job in ONE_RANK.values()}
+    assert len(losses) == len(ONE_RANK)
 
 
 @grid(
@@ -191,23 +181,23 @@ def test_transformer_engines_layers(te_ranks, data, tmp_path, job):
 )
 def test_as_on_one_rank(ranks, data, one_by_one, tmp_path, kind, schedule, p):
     """Slices in the pipeline give the bits of the same slices one by one."""
-    job = few(kind, te=False, pp=p, layers=4 // p)
+    job = few(kind, pp=p, layers=4 // p)
     found = by_slices(ranks, data, tmp_path, job, schedule, more=UNTIED)
     assert_same(found, one_by_one(kind), job.iterations)
 
 
 def test_forwards_ahead(ranks, data, one_by_one, tmp_path):
-    early = by_slices(ranks, data, tmp_path, few(te=False), early=True, more=UNTIED)
+    early = by_slices(ranks, data, tmp_path, few(), early=True, more=UNTIED)
     assert_same(early, one_by_one('dense'), 2)
     assert any(rank.early for rank in early)
 
 
 def test_dropout(ranks, data, tmp_path):
     """Each stage draws slice by slice: all schedules of one stage a rank draw the same masks."""
-    job = few(te=False, dropout=0.1, recompute='full')
+    job = few(dropout=0.1, recompute='full')
     found = [by_slices(ranks, data, tmp_path, job, name) for name in ('1f1b', 'zb-h1')]
     assert_same(*found, job.iterations)
-    assert found[0][1].losses[0] != by_slices(ranks, data, tmp_path, few(te=False))[1].losses[0]
+    assert found[0][1].losses[0] != by_slices(ranks, data, tmp_path, few())[1].losses[0]
 
 
 @pytest.fixture(scope='module')
@@ -260,26 +250,6 @@ def test_evaluation(ranks, data, tmp_path):
     assert len(stock.validation) == 2
 
 
-def scales():
-    """Runs on a rank: the scale of auxiliary losses within a slice, and behind it; by token."""
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-
-    from megatron_zbpp.mcore.techniques.sliced import _of_slice
-    from megatron_zbpp.mcore.techniques.sliced_layers import Slice
-
-    found = []
-    for scale, by_token in ((None, False), (torch.tensor(8.0), False), (torch.tensor(8.0), True)):
-        with mock.patch.object(MoEAuxLossAutoScaler, 'main_loss_backward_scale', scale):
-            with _of_slice(Slice(0, 2, 4, 8), by_token):
-                found.append(MoEAuxLossAutoScaler.main_loss_backward_scale)
-            found.append(MoEAuxLossAutoScaler.main_loss_backward_scale)
-    return found
-
-
-def test_auxiliary_losses_weigh_what_their_slice_has(ranks):
-    assert ranks(1).run(scales) == [[None, None, 2.0, 8.0, 8.0, 8.0]]
-
-
 LONG = ['--seq-length', '1024']
 
 
@@ -306,7 +276,7 @@ def sliced(slices, job, argv):
 @grid(slices=('auto:200', 'balanced:3'), schedule=('zb-v', '1f1b'))
 def test_at_the_first_call(ranks, data, slices, schedule):
     """Said once, by one rank; given as they are said, they leave the same bits."""
-    job = Job(te=False, iterations=2, microbatches=2)
+    job = few()
     argv = [*job.argv(schedule, False, data), *LONG]
     found = ranks(2).run(sliced, slices, job, argv)
     lines = [line for _, own in found for line, _ in own]
@@ -331,3 +301,114 @@ def test_found_in_nvidias_loop(ranks):
     ((line, _),) = (told for lines in found.reported for told in lines)
     pinned = run(ranks(2), *flags, '--pipeline-slices', sizes_in(line))
     assert found.losses == pinned.losses and found.parameters == pinned.parameters
+
+
+all_of = partial(Job, te=False)
+
+
+def plan(name, evicts):
+    """A schedule of slices; the first rank holds less than it takes, where it evicts."""
+    plain = in_slices(name, 2, MICROBATCHES, SLICES)
+    if not evicts:
+        return plain
+    costs = Costs.uniform(plain.placement)
+    made = with_eviction(plain, range(plain.num_stages), costs, [0.6 * peak(plain, costs)[0], 99.0])
+    assert any(p.kind == 'E' for _, p in made)
+    return made
+
+
+ASKED = {
+    'recompute': {'again': 'all'},
+    'offload': {'offload': 'all'},
+    'recompute+offload': {'again': '1', 'offload': 'all'},
+    'evict': {},
+    'recompute+evict': {'again': '1'},
+}
+
+
+def compare(ranks, data, tmp_path, actions, schedule, early=False, **of_job):
+    """Train with these and without: to the bit, and what is asked for happens."""
+    plain, found = (
+        by_slices(ranks, data, tmp_path, all_of(**of_job, **asked), plan(schedule, evicts), early)
+        for asked, evicts in (({}, False), (ASKED[actions], 'evict' in actions))
+    )
+    assert_same(found, plain)
+    assert (actions != 'recompute') == any(rank.moved for rank in found)
+    assert not early or any(rank.early for rank in found)
+
+
+@supports('slices of sequences as without {actions}', '{schedule}')
+@grid(
+    actions=('recompute+offload', 'evict', 'recompute'),
+    schedule=('zb-v', '1f1b', 'interleaved'),
+    dropout=(0.0, 0.1, 0.1),
+)
+def test_actions_to_the_bit(ranks, data, tmp_path, actions, schedule, dropout):
+    """Keys and values stay; slices run again with those of the slices before, last slice first."""
+    compare(ranks, data, tmp_path, actions, schedule, dropout=dropout)
+
+
+@pytest.mark.full
+@supports('slices of sequences as without {actions}', '{schedule}')
+@grid(actions=('offload', 'recompute+evict'), schedule=('zb-h1', 'zb-v', 'gpipe'))
+def test_every_action(ranks, data, tmp_path, actions, schedule):
+    compare(ranks, data, tmp_path, actions, schedule, dropout=0.1)
+
+
+@pytest.mark.full
+@supports(
+    'slices of sequences as without {actions}: optimizer steps that do not wait', '{schedule}'
+)
+@grid(actions=('recompute', 'offload', 'evict'), schedule=('zb-h1',))
+def test_forwards_ahead_of_actions(ranks, data, tmp_path, actions, schedule):
+    compare(ranks, data, tmp_path, actions, schedule, early=True)
+
+
+@pytest.mark.full
+@supports('slices of sequences as without {action}: planned', 'by `zbpp plan`')
+@grid(action=('offload', 'recompute', 'evict'))
+def test_planned_actions(ranks, data, tmp_path, action):
+    """Of uneven slices, on two stages a rank; the same slices in the order of a name leave it."""
+    graph, placement = Slicing(3, (6, 5, 5)), Placement.v(2)
+    costs = with_copies(Costs.uniform(placement), 0.2, ('E', 'K'))
+    costs = costs.with_times(R=costs.times['F']).with_amounts(input=(0.02,) * 4)
+    costs = in_parts(costs, graph.sizes, Attention())
+    limits = (0.8, 2.5) if action == 'evict' else 0.9
+    asked = {'actions': (action,), 'memory_limit': limits, 'seconds': 0.5, 'graph': graph}
+    made = plan_within([(placement, costs)], MICROBATCHES, **asked).schedule
+    assert {p.kind for _, p in made} >= {{'recompute': 'R', 'offload': 'L', 'evict': 'E'}[action]}
+    plain = in_slices('zb-v', 2, MICROBATCHES, 3)
+    plain = replace(plain, graph=sized(plain.graph, graph.sizes))
+    kept, found = (by_slices(ranks, data, tmp_path, all_of(), each) for each in (plain, made))
+    assert_same(found, kept)
+    assert (action != 'recompute') == any(rank.moved for rank in found)
+
+
+@pytest.mark.te
+@pytest.mark.full
+@supports("slices of sequences as without {actions}: {kind} of Transformer Engine's", 'zb-v')
+@grid(actions=('recompute+offload', 'evict', 'recompute'), kind=('SwiGLU', 'MLA', 'dense'))
+def test_actions_of_te_layers(te_ranks, data, tmp_path, actions, kind):
+    compare(te_ranks, data, tmp_path, actions, 'zb-v', kind=kind, te=True, fused=True)
+
+
+@pytest.mark.full
+@supports("NVIDIA's loop: slices of sequences as without {actions}", 'zb-v')
+@needs_training
+@grid(actions=('--pipeline-recompute 1 --pipeline-offload all', '--pipeline-recompute all'))
+def test_actions_in_nvidias_loop(ranks, actions):
+    flags = [*PIPELINE, *NO_CLIPPING, '--train-iters', 3, '--pipeline-slices', 4]
+    plain = run(ranks(2), *flags, '--pipeline-schedule', 'zb-v')
+    found = run(ranks(2), *flags, '--pipeline-schedule', 'zb-v', *actions.split())
+    assert found.losses == plain.losses and found.parameters == plain.parameters
+
+
+@pytest.mark.full
+@supports('slices of sequences as by 1f1b: GPT on 4 ranks', 'bpipe')
+def test_bpipe(ranks, data, tmp_path):
+    """Named, with slices: it evicts, and leaves what 1F1B in the same slices does."""
+    plain, found = (
+        by_slices(ranks, data, tmp_path, all_of(pp=4), name) for name in ('1f1b', 'bpipe')
+    )
+    assert_same(found, plain)
+    assert any(rank.moved for rank in found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -108,26 +107,6 @@ class Cluster:
         return [command for node in self.nodes for command in node.processes(word)]
 
 
-@contextlib.contextmanager
-def started(folder: Path) -> Iterator[Cluster]:
-    """A cluster that is ready for jobs; all of its processes end with it."""
-    with hosts.pair(NODES, folder) as nodes:
-        made = Cluster(nodes, folder)
-        settings = {'controller': nodes[0].name, 'folder': folder, 'nodes': ','.join(NODES)}
-        made.configuration.write_text(_CONFIGURATION.read_text().format(**settings))
-        (folder / 'state').mkdir()
-        _start_munge(nodes[0], folder)
-        conf = f'SLURM_CONF={made.configuration}'
-        nodes[0].run('env', conf, 'slurmctld')
-        for node in nodes:
-            node.run('env', conf, 'slurmd', '-N', node.name)
-        deadline = time.monotonic() + 120
-        while made.run('sinfo', '--noheader', '--format=%T %D').split() != ['idle', '2']:
-            assert time.monotonic() < deadline, (folder / 'slurmctld.log').read_text()
-            time.sleep(0.5)
-        yield made
-
-
 def _start_munge(host: hosts.Host, folder: Path) -> None:
     """By which the daemons know each other; the nodes have files in common."""
     key = folder / 'munge.key'
@@ -150,17 +129,34 @@ TOY = """
     --max-position-embeddings 16 --vocab-size 255 --lr 1e-3 --eval-iters 0 --seed 7
     --num-workers 0 --log-interval 1 --save-interval 4
 """.split()
-ENDS = '--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split'
-MOCK = '--mock-data --tokenizer-type NullTokenizer --attention-dropout 0 --hidden-dropout 0'
-MOCK += ' --eval-interval 100'
+ON_MOCK_DATA = """
+    --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --mock-data
+    --tokenizer-type NullTokenizer --attention-dropout 0 --hidden-dropout 0 --eval-interval 100
+    --pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 4
+""".split()
 ITERATIONS = 8
 ON_CPU = ('--nodes=2', '--gpus-per-node=0')
 START = 200  # seconds that a start of all processes may take on a busy machine
 
 
 @pytest.fixture(scope='module')
-def cluster(tmp_path_factory):
-    with started(tmp_path_factory.mktemp('slurm')) as made:
+def cluster(tmp_path_factory) -> Iterator[Cluster]:
+    """A cluster that is ready for jobs; all of its processes end with it."""
+    folder = tmp_path_factory.mktemp('slurm')
+    with hosts.pair(NODES, folder) as nodes:
+        made = Cluster(nodes, folder)
+        settings = {'controller': nodes[0].name, 'folder': folder, 'nodes': ','.join(NODES)}
+        made.configuration.write_text(_CONFIGURATION.read_text().format(**settings))
+        (folder / 'state').mkdir()
+        _start_munge(nodes[0], folder)
+        conf = f'SLURM_CONF={made.configuration}'
+        nodes[0].run('env', conf, 'slurmctld')
+        for node in nodes:
+            node.run('env', conf, 'slurmd', '-N', node.name)
+        deadline = time.monotonic() + 120
+        while made.run('sinfo', '--noheader', '--format=%T %D').split() != ['idle', '2']:
+            assert time.monotonic() < deadline, (folder / 'slurmctld.log').read_text()
+            time.sleep(0.5)
         yield made
 
 
@@ -263,9 +259,7 @@ def test_bench_of_a_launch_line(cluster, tmp_path):
     """Each turn on both nodes, from one checkpoint that both have written."""
     folder = tmp_path / 'bench'
     words = ['--rounds', '1', '--iterations', '2', '--schedules', 'zb-h1', '--json', '-o', folder]
-    sizes = '--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 4'
-    flags = [*TOY, *ENDS.split(), *sizes.split(), *MOCK.split()]
-    line = ['--', nvidia.SCRIPT, *flags]
+    line = ['--', nvidia.SCRIPT, *TOY, *ON_MOCK_DATA]
     environment = {'DEVICE': 'cpu', 'GPUS_PER_NODE': '1', **installed(nvidia.CHECKOUT)}
     job = cluster.submit(BENCH, ROOT, *words, *line, options=ON_CPU, **environment)
     assert job.wait_for_end(3 * START) == 'COMPLETED', job.said()

@@ -18,52 +18,49 @@ from megatron_zbpp.mcore.optimizer.early_steps import EarlySteps, ForwardsAhead
 pytestmark = [pytest.mark.each_release, pytest.mark.on_ranks(2)]
 
 
-def leaf_of(**settings):
-    from megatron.core.optimizer.optimizer import FP32Optimizer
-
-    leaf = FP32Optimizer.__new__(FP32Optimizer)
-    leaf.is_stub_optimizer = 'stub' in settings
-    leaf.config = leaf.ddp_config = SimpleNamespace(**settings)
-    return leaf
+OF_OPTIMIZER = 'optimizer_cpu_offload', 'optimizer_cuda_graph', 'fp8_param_gather'
+READ_BY_LOOP = (
+    'save_activations_interval',
+    'save_tokens_per_expert_interval',
+    'save_dgrads_interval',
+    'log_max_attention_logit',
+    'qk_clip',
+)
+TYPES = 'main_params_dtype', 'exp_avg_dtype', 'exp_avg_sq_dtype'
+SETTINGS = {f'`{name}`': ([True], [False, None]) for name in (*OF_OPTIMIZER, *READ_BY_LOOP)}
+SETTINGS |= {
+    f'`{name}` in fp16 or FP8': ([torch.float16, torch.uint8], [torch.float32, torch.bfloat16])
+    for name in TYPES
+}
 
 
 def refused(name, value):
-    from megatron.core.optimizer.optimizer import ChainedOptimizer
+    """What is said of a setting of the loop, or of an optimizer and of a chain of it alone."""
+    from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 
-    leaf = leaf_of(**{name: value})
-    return split_step.refusal(ChainedOptimizer([leaf])), split_step.refusal(leaf)
-
-
-SETTINGS = 'optimizer_cpu_offload', 'optimizer_cuda_graph', 'fp8_param_gather'
-
-
-@supports('steps validated later: `{name}`', 'any+post-validation', WAITS)
-@pytest.mark.parametrize('name', SETTINGS)
-def test_refused_settings_are_named(name):
-    assert all(reason.startswith(f'{name}=') for reason in refused(name, True))
-    assert refused(name, False) == (None, None)
+    settings = SimpleNamespace(**{name: value}, use_precision_aware_optimizer=True)
+    if name in READ_BY_LOOP:
+        with mock.patch.object(split_step.compat, 'training_arguments', lambda: settings):
+            return [split_step.refusal_of_loop()]
+    leaf = FP32Optimizer.__new__(FP32Optimizer)
+    leaf.is_stub_optimizer = name == 'stub'
+    leaf.config = leaf.ddp_config = settings
+    return [split_step.refusal(ChainedOptimizer([leaf])), split_step.refusal(leaf)]
 
 
-def of_types(**types):
-    """What is said of a precision-aware optimizer with state of such types."""
-    types = {name: getattr(torch, each) for name, each in types.items()}
-    return split_step.refusal(leaf_of(use_precision_aware_optimizer=True, **types))
+@supports('steps validated later: {setting}', 'any+post-validation', WAITS)
+@pytest.mark.parametrize('setting', SETTINGS)
+def test_settings_that_wait_are_named(setting):
+    name, (waits, early) = setting.split('`')[1], SETTINGS[setting]
+    for value in waits:
+        assert all(reason.startswith(f'{name}=') for reason in refused(name, value))
+    for value in early:
+        assert not any(refused(name, value))
 
 
-@supports('steps validated later: `{name}` in fp16 or FP8', 'any+post-validation', WAITS)
-@pytest.mark.parametrize('name', ['main_params_dtype', 'exp_avg_dtype', 'exp_avg_sq_dtype'])
-def test_state_with_scales_is_named(name):
-    for scaled in ('float16', 'uint8'):
-        assert of_types(**{name: scaled}).startswith(f'{name}=')
-    for plain in ('float32', 'bfloat16'):
-        assert of_types(**{name: plain}) is None
-
-
-def test_a_rank_without_parameters():
+def test_optimizers_that_wait_are_named():
+    """A rank without parameters, and what nobody knows."""
     assert 'no parameters' in refused('stub', True)[0]
-
-
-def test_other_optimizers_are_named():
     said = split_step.refusal(SimpleNamespace(config=None))
     assert 'SimpleNamespace is not one of FP32Optimizer' in said
 
@@ -177,25 +174,3 @@ def test_calls_that_differ_are_named(ranks):
     said, other = ranks(2).run(differing)
     assert 'forward_step_func is not the one of the iteration before' in said[2]
     assert said[:2] + said[3:] == [''] * 3 and other == [''] * 4
-
-
-def refused_of_loop(**settings):
-    args = SimpleNamespace(**settings)
-    with mock.patch.object(split_step.compat, 'training_arguments', lambda: args):
-        return split_step.refusal_of_loop()
-
-
-READ_BY_LOOP = [
-    'save_activations_interval',
-    'save_tokens_per_expert_interval',
-    'save_dgrads_interval',
-    'log_max_attention_logit',
-    'qk_clip',
-]
-
-
-@supports('steps validated later: `{name}`', 'any+post-validation', WAITS)
-@pytest.mark.parametrize('name', READ_BY_LOOP)
-def test_what_the_loop_reads_of_forwards_is_named(name):
-    assert refused_of_loop(**{name: 1}).startswith(f'{name}=')
-    assert refused_of_loop(**{name: None}) is None

@@ -4,7 +4,7 @@ streams as NCCL's do. Autograd's engine, its threads and its choice of streams a
 
 import math
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
@@ -79,33 +79,31 @@ def asks_in_backward(self, hidden_states, *args, **kwargs):
 
 
 def _broken(name):
-    """(whose, attribute, what it is to be)."""
+    """Whose function, and which, is to be another one, that finds it as `unbroken`."""
+    from megatron.core.transformer.mlp import MLP
+
     from megatron_zbpp.mcore.layers import delayed_module
 
-    yield channels.Channels, 'unbroken', channels.Channels.send
-    if name == 'None':
-        yield delayed_module, 'dummy_gradient', undefined
-    elif name == 'no wait':
-        yield channels.Incoming, 'wait', received_by_the_host
-    elif name == 'overwritten':
-        yield channels.Channels, 'send', sends_overwritten
-    elif name == 'copies':
-        yield Copies, 'wait', lambda self, mark: None
-    elif name == 'asks':
-        from megatron.core.transformer.mlp import MLP
-
-        yield MLP, 'unbroken', MLP.forward
-        yield MLP, 'forward', asks_in_backward
-    elif name == 'no early free':
-        yield SavedActivations, 'as_it_was', SavedActivations.leave
-        yield SavedActivations, 'leave', left_allocated
+    return {
+        'None': (delayed_module, 'dummy_gradient', undefined),
+        'no wait': (channels.Incoming, 'wait', received_by_the_host),
+        'overwritten': (channels.Channels, 'send', sends_overwritten),
+        'copies': (Copies, 'wait', lambda self, mark: None),
+        'asks': (MLP, 'forward', asks_in_backward),
+        'no early free': (SavedActivations, 'leave', left_allocated),
+    }[name]
 
 
 @contextmanager
 def broken_by(name):
-    with ExitStack() as stack:
-        for owner, attribute, replacement in _broken(name):
-            stack.enter_context(mock.patch.object(owner, attribute, replacement, create=True))
+    if name == 'nothing':
+        yield
+        return
+    owner, attribute, replacement = _broken(name)
+    with (
+        mock.patch.object(owner, 'unbroken', getattr(owner, attribute), create=True),
+        mock.patch.object(owner, attribute, replacement),
+    ):
         yield
 
 
@@ -171,7 +169,7 @@ def test_a_layer_that_waits_is_found(recorded_ranks, data):
 def left_allocated(self):
     """As `SavedActivations.leave`, while somebody holds the memory."""
     self.forgotten = [piece.storage for piece in self._going]
-    self.as_it_was()
+    self.unbroken()
 
 
 PARTNERS = Job(te=False, pp=4, fused=True)

@@ -271,21 +271,6 @@ def parallel_gradients(split, kind, dtype):
     return {name: p.grad for name, p in layer.named_parameters()}, held
 
 
-def parallel(dtype):
-    """By kind: what differs between whole and split, and bytes that waited for W."""
-    from megatron.core import parallel_state
-
-    if parallel_state.model_parallel_is_initialized():
-        forget_groups()
-    found = {}
-    with groups(tp=2):
-        for kind in PARALLEL:
-            (whole, _), (split, held) = (parallel_gradients(s, kind, dtype) for s in (False, True))
-            assert whole.keys() == split.keys()
-            found[kind] = [n for n in whole if not torch.equal(whole[n], split[n])], held
-    return found
-
-
 ROWS = 64  # of a microbatch
 # of which tensor sequence parallelism splits the rows, and of which tensor parallelism the columns
 PARALLEL = {
@@ -295,14 +280,20 @@ PARALLEL = {
 }
 
 
+@pytest.mark.on_ranks(2)
+@pytest.mark.usefixtures('te_ranks')
 @pytest.mark.parametrize('dtype', ['bf16', 'fp8'])
-def test_sequence_parallelism(te_ranks, dtype):
+def test_sequence_parallelism(dtype):
     """What B gathers waits as each rank's own rows, FP8 without data that W does not read."""
-    for found in te_ranks(2).run(parallel, dtype):
-        for kind, (differ, held) in found.items():
-            assert not differ, kind
-            size = 2 if dtype == 'bf16' else 1
-            shards = 2 if dtype == 'bf16' else 1  # of the tensor that is gathered
-            gathered, own = PARALLEL[kind]
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        forget_groups()
+    with groups(tp=2):
+        for kind, (gathered, own) in PARALLEL.items():
+            (whole, _), (split, held) = (parallel_gradients(s, kind, dtype) for s in (False, True))
+            assert whole.keys() == split.keys()
+            assert all(torch.equal(whole[name], split[name]) for name in whole), kind
+            size = shards = 2 if dtype == 'bf16' else 1  # shards of the tensor that is gathered
             expected = size * ROWS * (gathered // shards + own // 2)
             assert all(expected <= bytes <= expected + 64 for bytes in held), (kind, held, expected)

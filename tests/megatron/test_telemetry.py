@@ -95,52 +95,42 @@ def of_one(found, name):
 
 
 ALL = ('step', PASSES, MESSAGES)
+# how far the other rank of a message is
+PEERS = {'recv_forward': -1, 'send_forward': 1, 'recv_backward': 1, 'send_backward': -1}
 
 
 def test_passes_and_messages(lens_ranks):
+    """A message has come when its sender has begun to send it, whose span of the same iteration it
+    is linked to."""
     found = lens_ranks(P).run(exported, 'zb-h1', ALL, range(P))
+    steps = [of_one(each, 'megatron.train_step') for each in found]
     for rank, spans in enumerate(found):
-        first, last = rank == 0, rank == P - 1
-        assert Counter(name for name, *_ in spans) == Counter(
-            {
-                'megatron.train_step': ITERATIONS,
-                'megatron.microbatch.weight_gradient': ITERATIONS * M,
-                'megatron.p2p.recv_forward': ITERATIONS * M * (not first),
-                'megatron.p2p.send_backward': ITERATIONS * M * (not first),
-                'megatron.p2p.recv_backward': ITERATIONS * M * (not last),
-                'megatron.p2p.send_forward': ITERATIONS * M * (not last),
-            }
-        )
-        steps = [of_one(each, 'megatron.train_step') for each in found]
+        counts = Counter(name.rpartition('.')[2] for name, *_ in spans)
+        messages = {kind: peer for kind, peer in PEERS.items() if rank + peer in range(P)}
+        expected = dict.fromkeys(('weight_gradient', *messages), ITERATIONS * M)
+        assert counts == expected | {'train_step': ITERATIONS}
         for name, _, parent, links, (start, end), attributes in spans:
             if name == 'megatron.train_step':
                 continue
+            kind, microbatch = name.rpartition('.')[2], attributes['megatron.microbatch_id']
+            assert name == f'megatron.{"p2p" if kind in PEERS else "microbatch"}.{kind}'
             (at,) = [i for i, step in enumerate(steps[rank]) if step[1][1] == parent]
             assert (
                 attributes['dl.pipeline_parallel.rank'] == attributes['megatron.pp.stage'] == rank
             )
-            assert attributes['megatron.microbatch_id'] in range(M) and start <= end
+            assert microbatch in range(M) and start <= end
             assert attributes['megatron.pp.slice'] == 0
             peer = attributes.get('megatron.pp.peer')
-            direction = {'recv_forward': -1, 'send_forward': 1, 'recv_backward': 1}
-            direction['send_backward'] = -1
-            ending = name.rpartition('.')[2]
-            assert peer == (rank + direction[ending] if ending in direction else None)
-            # the sender's span of the same iteration
-            assert links == ([steps[peer][at][1]] if 'recv' in name else [])
-
-
-def test_what_a_rank_waits(lens_ranks):
-    """The last rank's first forward waits for the others' first ones; a message is sent before."""
-    found = lens_ranks(P).run(exported, 'zb-h1', ALL, range(P))
-    _, *later = of_one(found[-1], 'megatron.p2p.recv_forward')[:M]
-    for *_, (start, end), attributes in later:
-        sent = [
-            times[0]
-            for *_, times, of in of_one(found[-2], 'megatron.p2p.send_forward')[:M]
-            if of['megatron.microbatch_id'] == attributes['megatron.microbatch_id']
-        ]
-        assert sent[0] <= end and start <= end
+            assert peer == (rank + PEERS[kind] if kind in PEERS else None)
+            assert links == ([steps[peer][at][1]] if 'recv' in kind else [])
+            if links:
+                sends = of_one(found[peer], name.replace('recv', 'send'))
+                (sent,) = [
+                    times[0]
+                    for _, _, within, _, times, of in sends
+                    if (within, of['megatron.microbatch_id']) == (links[0][1], microbatch)
+                ]
+                assert sent <= end
 
 
 def test_ranks_that_do_not_export(lens_ranks):
@@ -158,14 +148,13 @@ def test_groups(lens_ranks, group, has):
 
 def test_other_kinds(lens_ranks):
     """A backward of both is Megatron's; two stages a rank, where some messages stay on it."""
-    found = lens_ranks(P).run(exported, '1f1b', ALL, range(P))
-    assert not of_one(found[0], 'megatron.microbatch.weight_gradient')
+    whole, *_ = lens_ranks(P).run(exported, '1f1b', ALL, range(P))
+    assert not of_one(whole, 'megatron.microbatch.weight_gradient')
     found = lens_ranks(P).run(exported, 'zb-v', ALL, range(P))
+    received = [of_one(each, 'megatron.p2p.recv_forward') for each in found]
     assert len(of_one(found[0], 'megatron.microbatch.weight_gradient')) == 2 * M * ITERATIONS
-    assert {a['megatron.pp.stage'] for *_, a in of_one(found[2], 'megatron.p2p.recv_forward')} == {
-        2
-    }
-    assert len(of_one(found[1], 'megatron.p2p.recv_forward')) == 2 * M * ITERATIONS
+    assert {span[-1]['megatron.pp.stage'] for span in received[2]} == {2}
+    assert len(received[1]) == 2 * M * ITERATIONS
 
 
 def trained(job, argv):

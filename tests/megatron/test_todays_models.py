@@ -19,6 +19,8 @@ from test_same_start import P2, P4, require_same_start
 from test_te_launch import TE
 from wheels import skip_oldest
 
+from megatron_zbpp.mcore import compat
+
 pytestmark = needs_training
 
 
@@ -99,13 +101,6 @@ PATTERNS = {
 }
 
 
-@pytest.fixture(scope='module')
-def knows_segments(te_ranks):
-    """Skips where hybrid models have another name and one chunk a rank."""
-    if PATTERN not in te_ranks(2).run(known)[0]:
-        absent('hybrid models have segments from 0.17 on')
-
-
 @pytest.mark.te
 @supports('HybridModel: {case}')
 @grid(
@@ -136,7 +131,7 @@ def test_from_scratch(te_ranks, knows_segments):
 @supports('HybridModel in slices of sequences: attention, MLP and experts', outcome=TOLERANCE)
 @pytest.mark.parametrize('schedule', ['zb-v'])
 def test_in_slices(te_ranks, knows_segments, tmp_path, schedule):
-    if te_ranks(2).run(model_of_a_pattern)[0] is None:
+    if te_ranks(2).run(compat.hybrid_model)[0] is None:
         absent('from 0.18 on')
     pattern, more = '*-*E*-*E', PATTERNS['experts'][1:]
     flags = [*SPEC, *TE_ROPE, *NO_CLIPPING, *more, '--global-batch-size', 4, '--train-iters', 3]
@@ -148,12 +143,6 @@ def test_in_slices(te_ranks, knows_segments, tmp_path, schedule):
     for iteration, (loss, *_) in since(1, stock.losses).items():
         found = float.fromhex(ours.losses[iteration][0])
         assert math.isclose(found, float.fromhex(loss), rel_tol=1e-3)  # in bf16
-
-
-def model_of_a_pattern():
-    from megatron_zbpp.mcore import compat
-
-    return compat.hybrid_model()
 
 
 def segments(pattern: str, stages: int) -> str:

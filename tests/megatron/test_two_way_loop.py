@@ -9,7 +9,7 @@ import pytest
 from grids import some
 from nvidia import by, go_on, known, needs_training, require_same, run
 from ranks import RankError
-from supported import TOLERANCE, absent, refuses, supports
+from supported import TOLERANCE, refuses, supports
 from test_launch import CONTEXT, FULL, LLAMA, MOE, NO_CLIPPING, SEQUENCE, TENSOR
 from test_todays_models import PATTERN, PATTERNS, SPEC
 from test_todays_models import TE_ROPE as TE
@@ -150,10 +150,8 @@ def test_within_tolerance(ranks, tmp_path, case):
     ('case', 'schedule'),
     [('experts', 'dualpipe'), ('attention and MLP', 'chimera-zb'), ('more tokens', 'dualpipe')],
 )
-def test_hybrid(te_ranks, tmp_path, case, schedule):
+def test_hybrid(te_ranks, knows_segments, tmp_path, case, schedule):
     """Of Transformer Engine's layers."""
-    if PATTERN not in te_ranks(2).run(known)[0]:
-        absent('hybrid models have segments from 0.17 on')
     pattern, *more = PATTERNS[case]
     flags = [*SPEC, *TE, *BASE, *more, '--num-layers', 8]
     theirs, ours = [PATTERN, divided_among(pattern, 2)], [PATTERN, pattern, *by(schedule)]

@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 from contextlib import redirect_stdout
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from unittest import mock
@@ -33,26 +34,21 @@ CLIPPING, NO_CLIPPING = 0.5, 1e9  # the norm is computed all the same
 @pytest.fixture(scope='module')
 def trained(ranks, data):
     """Trains on replicas of p ranks, m microbatches each; each run once."""
-    runs = {}
 
+    @functools.cache
     def run_of(schedule, p, m, *more, dp=2, layers=None, tp=1):
         flags = ['--pipeline-model-parallel-size', p, '--num-layers', layers or 2 * p]
         flags += ['--tensor-model-parallel-size', tp, '--data-path', data, '--train-iters', 3]
         flags += ['--global-batch-size', dp * m, '--pipeline-schedule', schedule]
         flags += more if '--clip-grad' in more else [*more, '--clip-grad', NO_CLIPPING]
-        key = tuple(map(str, flags))
-        if key not in runs:
-            runs[key] = run(ranks(dp * tp * p), *flags)
-        return runs[key]
+        return run(ranks(dp * tp * p), *flags)
 
     return run_of
 
 
 def assert_same(found, expected):
-    assert found.losses == expected.losses
-    assert found.validation == expected.validation
-    assert found.parameters == expected.parameters
-    assert found.optimizer == expected.optimizer
+    """But for norms, which a V sums in another order than a loop."""
+    assert replace(found, grad_norms=()) == replace(expected, grad_norms=())
 
 
 @supports('GPT, fp32, two replicas', '{family}')
@@ -108,20 +104,16 @@ def bytes_of(models, optimizer):
     }, {}
 
 
-def held(job, argv):
-    """On each rank: what a training holds."""
-    with mock.patch('models._left', bytes_of):
-        return train(job, argv).parameters
-
-
+@pytest.mark.on_ranks(4)
 @pytest.mark.parametrize('distributed', [False, True])
-def test_each_rank_holds_what_zb_v_holds(ranks, data, distributed):
+def test_each_rank_holds_what_zb_v_holds(data, distributed):
     job = Job(bf16=True, distributed=distributed, iterations=2, microbatches=2, **HALF)
-    found, expected = (
-        ranks(4).run(held, job, job.argv(schedule, False, data))
-        for schedule in ('dualpipe', 'zb-v')
-    )
-    assert found == expected and all(all(own.values()) for own in found)
+    with mock.patch('models._left', bytes_of):
+        found, expected = (
+            train(job, job.argv(schedule, False, data)).parameters
+            for schedule in ('dualpipe', 'zb-v')
+        )
+    assert found == expected and all(found.values())
 
 
 @supports('experts shared out over two replicas', 'dualpipe', TOLERANCE)
@@ -147,7 +139,7 @@ def test_tensor_parallelism(trained):
 @supports('clipping', '{family}')
 @grid(family=('chimera', 'dualpipe'))
 def test_clipping_is_that_of_a_v(trained, family):
-    """Norms too, which a V sums in another order than a loop."""
+    """Norms included."""
     clip = ('--clip-grad', CLIPPING)
     expected = trained('1f1b-v', 2, 4, *clip)
     assert expected.parameters != trained('megatron', 2, 4).parameters, 'clipping must be active'
@@ -245,9 +237,6 @@ def changed(change, argv, metrics):
     def exchanged_on_one_rank(face, chunk):
         return reads(face, chunk) ^ (dist.get_rank() == 2)
 
-    def over_both(step_func, data, model, num_microbatches, *more, **options):
-        return step(step_func, data, model, 2 * num_microbatches, *more, **options)
-
     def neighbours(group, copies):
         first = group.rank() // copies * copies
         return dist.get_process_group_ranks(group)[first : first + copies]
@@ -259,7 +248,6 @@ def changed(change, argv, metrics):
         'group': (two_way, '_pair', neighbours),
         'own data': (two_way.TwoWay, 'data_parallel_rank', own_data),
         'routes': (two_way.TwoWay, 'data_parallel_rank', exchanged_on_one_rank),
-        'over 2m': (schedules, 'forward_step', over_both),
     }[change]
     with mock.patch.object(place, name, new):
         return error_of(train, argv, metrics)
@@ -290,11 +278,3 @@ def test_the_group_of_the_wrong_replica(ranks, data, tmp_path):
     """Of four: the first runs with the second, not with the third, whose data it reads."""
     found = trained_with('group', ranks, data, tmp_path / 'metrics', size=8)
     assert all('whose microbatches it goes on with' in (each or '') for each in found), found
-
-
-def test_a_loss_over_both_ways_trains_something_else(trained, ranks, data, tmp_path):
-    """So these tests see what a loss is divided by."""
-    metrics = tmp_path / 'metrics'
-    assert trained_with('over 2m', ranks, data, metrics) == [None] * 4
-    states = json.loads(metrics.read_text().splitlines()[-1])['optimizer_sha256']
-    assert states != trained('megatron', 2, 4, layers=8).optimizer

@@ -12,8 +12,10 @@ from supported import TOLERANCE, absent, supports
 from test_auto import told
 from test_launch import NO_CLIPPING, PIPELINE
 from test_sliced_models import UNTIED
-from test_todays_models import PATTERNS, SPEC, model_of_a_pattern, segments
+from test_todays_models import PATTERNS, SPEC, segments
 from test_vocabulary_training import BOTH, HOSTS, OUTPUT
+
+from megatron_zbpp.mcore import compat
 
 pytestmark = needs_training
 FLAG = '--pipeline-vocab-parallel'
@@ -164,7 +166,7 @@ HYBRID = SCRIPT.with_name('pretrain_hybrid.py')  # in a checkout
 @pytest.fixture(scope='module')
 def trained(te_ranks, tmp_path_factory):
     """`trained(case, tied, schedule, layers)`: stock's three iterations, or two from the first."""
-    if te_ranks(2).run(model_of_a_pattern)[0] is None:
+    if te_ranks(2).run(compat.hybrid_model)[0] is None:
         absent('from 0.18 on')
 
     def hybrid(*flags):
