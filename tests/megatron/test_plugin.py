@@ -179,7 +179,7 @@ def help_of(folder: Path) -> str:
 
 @pytest.mark.one_release
 def test_flags_come_by_a_patch(tmp_path):
-    """And go: tests/project/test_patches.py has the script back as it was."""
+    """And go: tests/project/test_package.py has the script back as it was."""
     folder = checkout(tmp_path / 'Megatron-LM')
     assert '--pipeline-schedule NAME' not in help_of(folder)
     run([sys.executable, ROOT / 'patches' / 'apply.py', folder]).check_returncode()
