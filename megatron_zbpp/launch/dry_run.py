@@ -17,11 +17,7 @@ from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.launch import flags
 from megatron_zbpp.launch.advise import LinePrediction
 from megatron_zbpp.launch.arguments import lacks_compiler
-from megatron_zbpp.launch.launch_line import (
-    LaunchLine,
-    require_possible,
-    require_sizes,
-)
+from megatron_zbpp.launch.launch_line import LaunchLine, require_possible, require_sizes
 from megatron_zbpp.mcore import model_settings
 from megatron_zbpp.mcore.iteration.announcement import Simulated, asynchrony, losses_from_scratch
 from megatron_zbpp.mcore.job.model_shape import LayerMemory, layer_memory

@@ -136,7 +136,6 @@ def read(args: Mapping[str, Any]) -> Request | None:
 
 
 def _translated(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of our fields that flags of other forks stand for."""
     given = args.get
     setup = given('zero_bubble_v_schedule_mem_setup')
     limit, chunks = given('zero_bubble_max_pending_backward'), given('offload_chunk_num')

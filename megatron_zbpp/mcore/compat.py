@@ -76,18 +76,17 @@ def another_rerun_machine() -> Iterator[None]:
         rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE = own
 
 
-@functools.cache
 def tells_all_stages_of_sequences() -> bool:
     """Return True if NVIDIA's batches tell each stage where packed sequences end: from 0.19 on."""
-    batches = getattr(utils, 'get_batch_on_this_tp_rank', None)
-    return batches is not None and 'has_cu_seqlens' in inspect.signature(batches).parameters
+    batches = getattr(utils, GET_BATCH, None)
+    return batches is not None and takes(batches, 'has_cu_seqlens')
 
 
 def tensor_shapes(groups: Any, **sizes: Any) -> list[Any]:
     """Return the shapes of what neighbours exchange, told by Megatron, with the groups it asks."""
-    asked = inspect.signature(schedules.get_tensor_shapes).parameters
+    make = schedules.get_tensor_shapes
     named = {f'{name}_group': getattr(groups, name) for name in ('tp', 'cp', 'pp')}
-    return schedules.get_tensor_shapes(**sizes, **{n: g for n, g in named.items() if n in asked})
+    return make(**sizes, **{name: group for name, group in named.items() if takes(make, name)})
 
 
 def _imported(name: str) -> Any:
@@ -139,11 +138,6 @@ def combined_step(config: Any) -> Callable:
     streams = {'high_priority': config.high_priority_a2a_comm_stream} if priority else {}
     pipeline_utils.set_streams(**streams)
     return combined_1f1b.combined_forward_backward_step
-
-
-def offloading() -> Any:
-    """Return the interface by which Megatron's schedules drive its own activation offloading."""
-    return schedules.off_interface
 
 
 def forgets_modules_that_stay() -> bool:

@@ -1,8 +1,9 @@
 """Training faces: the protocol between a training and the techniques of its schedule.
 
-A face is the part of a technique in training, in the module `mcore.techniques.NAME`, which is
-imported with its schedules alone. A session makes each face once and asks it before each call; a
-face overrides the methods that it needs. This module imports no room of Megatron.
+A face is the part of a technique in training: the class in the module `mcore.techniques.NAME` that
+is named like it, as `TwoWay` in `two_way`, which is imported with its schedules alone. A session
+makes each face once and asks it before each call; a face overrides the methods that it needs. This
+module imports no room of Megatron.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class Face:
     takes_wide: bool = False  # `no_hops` is about several tensors alone
     stays_alone: str | None = None  # why the chunks of a rank cannot run by themselves
     together: RunTogether | None = None  # runs an overlapped F and B
+    next_iteration: Any = None  # forwards of the next iteration, in place of `NextIteration`
+    optimizer_steps: Any = None  # takes them, as `EarlySteps` does; None: Megatron does
 
     def __init__(self, session: Any) -> None:
         self.session = session
@@ -70,9 +73,6 @@ class Face:
 
     def require(self, chunk: torch.nn.Module) -> None:
         """Raise NotImplementedError for a chunk, unwrapped, that does not train so."""
-
-    def allow(self, size: int) -> None:
-        """Raise ValueError for a data-parallel size on which the schedule cannot run."""
 
     def data_parallel_rank(self, chunk: int) -> int | None:
         """Return the data-parallel rank whose data a chunk of this rank reads; None: its own."""
@@ -89,12 +89,6 @@ class Face:
     def fingerprint(self) -> Mapping[str, object]:
         """Return the values on which all ranks of a pipeline must agree."""
         return {}
-
-    def next_iteration(self) -> Any:
-        """Return the forwards of the next iteration; None: those of post-validation, if any."""
-
-    def optimizer_steps(self) -> Any:
-        """Return the taker of optimizer steps, such as `AsynchronousSteps`; None: Megatron."""
 
     def finish_step(self) -> None:
         """Take the optimizer step that is begun, if one is."""
@@ -146,7 +140,8 @@ def face_of(name: str, session: Any) -> Face | None:
     if make is None:
         if find_spec(f'{_ROOM}.{name}') is None:
             return None
-        make = importlib.import_module(f'{_ROOM}.{name}').FACE
+        module = importlib.import_module(f'{_ROOM}.{name}')
+        make = getattr(module, name.title().replace('_', ''))
     face = make(session)
     face.name = name
     return face

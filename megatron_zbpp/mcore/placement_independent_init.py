@@ -8,7 +8,6 @@ of Megatron's layout: E, t, m and L.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import pickle
 import random
@@ -32,7 +31,6 @@ from megatron_zbpp.mcore.side_effects import random_states, set_random_states
 from megatron_zbpp.runtime.compat import another_client, default_store
 from megatron_zbpp.runtime.log import job_log
 
-_signature = functools.cache(inspect.signature)
 # how many models the ranks of a pipeline have begun: so long as its group lives, alike on all
 _begun: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
@@ -61,7 +59,7 @@ class _Chunks:
         self._stage, self._layers, self._built, self._last = 0, 0, 0, False
 
     def of_model(self, original: Callable, model: Any, *args: Any, **kwargs: Any) -> None:
-        bound = _signature(original).bind(model, *args, **kwargs)
+        bound = inspect.signature(original).bind(model, *args, **kwargs)
         bound.apply_defaults()
         self._building = drawing = self._begin(model, bound.arguments)
         try:
@@ -289,7 +287,6 @@ class StockDrawing:
         _set_states(self._own)
 
     def _hand_over(self, link: _Link, states: Any) -> None:
-        """Give states to the rank that goes on from there."""
         stock, place = link
         parts = self._chains[stock]
         user = self._held_by[parts[place].stage] if place < len(parts) else stock

@@ -178,7 +178,6 @@ class Programs:
         return schedule
 
     def _plain(self, num_ranks: int, num_microbatches: int) -> Schedule:
-        """Return the schedule as its source has it."""
         if num_ranks == 1 and self.num_replicas > 1:
             raise ValueError(
                 f'{self.source.name} needs at least 2 pipeline ranks a replica, not 1: use more '
@@ -356,7 +355,6 @@ class Programs:
         return self.cache.get(size)
 
     def _make(self, size: Size) -> Lowered:
-        """Return the checked programs of a size; see `lowered`."""
         num_ranks, num_microbatches, forward_only, *_ = size
         if size.draining:  # evaluations of an asynchronous one do, and what warms up
             chunks = self.num_chunks

@@ -20,7 +20,7 @@ from megatron_zbpp.mcore.iteration.model_checks import every_weight_gradient
 from megatron_zbpp.mcore.iteration.stages import Arguments, Call, ModelStage
 from megatron_zbpp.mcore.layers.linear import dropped_gradient
 from megatron_zbpp.mcore.lowered import Lowered
-from megatron_zbpp.mcore.model_settings import end_offloading
+from megatron_zbpp.mcore.model_settings import OFFLOADING
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.runtime import clock
 from megatron_zbpp.runtime.channels import Channels, Message
@@ -136,17 +136,6 @@ class Batch:
     lowered: Lowered
     executor: Executor
 
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Enter Megatron's own timer around the passes."""
-        timers = self.config.timers
-        if timers is not None:
-            timer = timers('forward-backward', log_level=1)
-            timer.start(barrier=self.config.barrier_with_L1_time)
-        yield
-        if timers is not None:
-            timers('forward-backward').stop()
-
     def run(self, session: Session) -> None:
         """Run the passes that are left of it."""
         arguments = self.call.arguments
@@ -173,7 +162,10 @@ class Batch:
         config, arguments = self.config, self.call.arguments
         for face in session.faces:
             face.ended(self.lowered.placement, self.pipeline)
-        end_offloading(config, session.announced)
+        if getattr(config, OFFLOADING, False):  # which forgets the iteration, as by its schedules
+            # before training, it would take what an evaluation has told it for the order of that
+            offloading = schedules.off_interface
+            (offloading.reset if session.announced else offloading.reset_instance)()
         if config.finalize_model_grads_func is not None and not arguments.forward_only:
             tokens = self.call.num_tokens if config.calculate_per_token_loss else None
             more = {'pg_collection': self.groups, 'force_all_reduce': arguments.force_all_reduce}

@@ -73,16 +73,20 @@ def forward_backward(
         return original(**arguments)
     call = Arguments(**arguments)
     batch = next_iteration.take(call) or prepare(session, next_iteration, call)[0]
-    with batch.timed():
+    timers = batch.config.timers  # Megatron's own
+    if timers is not None:
+        timer = timers('forward-backward', log_level=1)
+        timer.start(barrier=batch.config.barrier_with_L1_time)
+    batch.run(session)
+    if not next_iteration.stands():
+        batch = prepare(session, next_iteration, call)[0]
         batch.run(session)
-        if not next_iteration.stands():
-            batch = prepare(session, next_iteration, call)[0]
-            batch.run(session)
+    if timers is not None:
+        timers('forward-backward').stop()
     return batch.finish(session)
 
 
 def _refuse_delayed(model: torch.nn.Module | list[torch.nn.Module] | None) -> None:
-    """Raise for modules whose weight gradients only our W passes would compute."""
     for module in model if isinstance(model, list) else [model]:
         if module is not None and transformer_engine.delaying_modules(module):
             raise NotImplementedError(

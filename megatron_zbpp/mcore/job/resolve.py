@@ -124,7 +124,6 @@ def resolve(request: Request, facts: Facts) -> Job:
 
 
 def _take_plan(job: Job, request: Request, plan: PlanFile, facts: Facts, sizes: Sizes) -> None:
-    """Write the layout of a plan, if it has one and it is of this model."""
     file, granularity = request.file or '', getattr(facts.settings, 'recompute_granularity', None)
     with job.checks.one('recompute_granularity'):
         if plan.selective and granularity != 'selective':

@@ -191,7 +191,6 @@ class Sizes:
         }
 
     def _placed_hybrid(self, name: str, placement: Placement) -> dict[str, Any]:
-        """Return the pattern of a hybrid model, divided among the stages."""
         pattern = getattr(self, name)
         if not isinstance(pattern, str):
             return {}  # a ratio, of releases that know no segments

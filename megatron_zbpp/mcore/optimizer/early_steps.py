@@ -27,7 +27,7 @@ from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.side_effects import SideEffects
 from megatron_zbpp.post_validation import STEP
 from megatron_zbpp.post_validation.data_iterators import ReplayIterator
-from megatron_zbpp.post_validation.protocol import PartialReduction, PostValidation
+from megatron_zbpp.post_validation.protocol import PartialReduction
 from megatron_zbpp.post_validation.speculative_step import KEPT_BYTES
 from megatron_zbpp.post_validation.watch import Watch, Watched, any_bits, summary
 from megatron_zbpp.runtime.compat import unseen_by_autograd
@@ -195,8 +195,8 @@ class ForwardsAhead(NextIteration):
         self._agreement: Agreement | None = None
 
     def replayed(self, iterator: Iterator | None) -> Iterator | None:
-        if iterator is None or self._session.post_validation is None:
-            return iterator
+        if iterator is None:
+            return None
         return self._replayed.setdefault(id(iterator), ReplayIterator(iterator))
 
     def take(self, arguments: Arguments) -> Batch | None:
@@ -206,7 +206,7 @@ class ForwardsAhead(NextIteration):
         if not arguments.forward_only:
             self._repeats = latest is not None and _alike(latest, arguments)
             new = latest is not None and not self._repeats
-            if new and self._session.post_validation is not None and not self._told:
+            if new and not self._told:
                 self._told = True
                 job_log.warning(
                     WAIT,
@@ -356,11 +356,16 @@ class EarlySteps:
         self._alone: Any = None  # a group of this rank only
         self._reductions: dict[dist.ProcessGroup, PartialReduction] = {}
 
-    def step(
-        self, optimizer: Any, original: Callable, post_validation: PostValidation, pp_group: Any
-    ) -> Any:
+    @property
+    def agreed(self) -> bool:
+        """True if ranks need not ask each other for the result of the latest step."""
+        return self._session.overlaps
+
+    def step(self, optimizer: Any, original: Callable) -> Any:
         """Take one step; return the result of `original`, the optimizer's own `step`."""
-        call = self._next.latest
+        post_validation, iteration = self._session.post_validation, self._session.latest
+        assert post_validation is not None and iteration is not None, 'else Megatron takes it'
+        pp_group, call = iteration.pp_group, self._next.latest
         if call is None or not self._possible_for(optimizer, call):
             with self._session.watchdog.collective(STEP):
                 return original(optimizer)

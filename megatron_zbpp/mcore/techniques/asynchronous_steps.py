@@ -218,7 +218,7 @@ class AnnealedRates:
 
 
 class AsynchronousSteps:
-    """Takes the steps of one optimizer, in place of `mcore.optimizer.stepping`."""
+    """Takes the steps of one optimizer, as `EarlySteps` does."""
 
     def __init__(self, session: Session, endless: EndlessTraining) -> None:
         self._session, self._endless = session, endless

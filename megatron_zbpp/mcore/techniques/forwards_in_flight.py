@@ -104,7 +104,6 @@ def _trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _tensors(nested: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in tuples, lists and dicts."""
     if isinstance(nested, torch.Tensor):
         yield nested
     elif isinstance(nested, dict | tuple | list):

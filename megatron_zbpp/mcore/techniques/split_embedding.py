@@ -161,6 +161,3 @@ class SplitEmbedding(Face):
         messages = {graph.TOKENS: words, graph.EMBEDDING: looked_up}
         messages[graph.EMBEDDING_GRADIENT] = looked_up
         return Passes(Lookups(stages, [s for s, *_ in shapes]).actions, messages)
-
-
-FACE = SplitEmbedding

@@ -275,6 +275,3 @@ class SplitVocabulary(Face):
         messages = exchanges(context)
         rows = [(message.shape or ())[:-1] for message in messages[GRADIENT]]
         return Passes(Shards(stages, rows).actions, messages)
-
-
-FACE = SplitVocabulary

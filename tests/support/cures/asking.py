@@ -37,6 +37,7 @@ from megatron_zbpp.launch import (
 )
 from megatron_zbpp.launch.bench import Bench
 from megatron_zbpp.mcore import enabled
+from megatron_zbpp.mcore.faces import CallContext
 from megatron_zbpp.mcore.iteration import preparation
 from megatron_zbpp.mcore.iteration.stages import Arguments, Call
 from megatron_zbpp.mcore.job.resolve import require_taken_back  # noqa: F401  of rows
@@ -235,7 +236,8 @@ def versions(tied: bool = False, anneals: int | None = None) -> None:
     model.share_embeddings_and_output_weights = tied
     session, endless = Session(Settings('pipemare', anneal_steps=anneals)), EndlessTraining()
     lowered = session.programs.lowered(4, 1, False)
-    maker(session, endless, ForwardsInFlight(session, endless), lowered, [model], 0)
+    arguments, flight = SimpleNamespace(models=[model]), ForwardsInFlight(session, endless)
+    maker(session, endless, CallContext(arguments, lowered, flight, [model], 0, ()))
 
 
 def annealed(steps: int | None) -> None:
