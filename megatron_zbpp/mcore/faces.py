@@ -11,18 +11,16 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.mcore.lowered import Lowered
 from megatron_zbpp.runtime.channels import Message
+from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.stage import Action, RunTogether, Wrapper
-
-if TYPE_CHECKING:
-    from megatron_zbpp.ir import Placement, Schedule
-    from megatron_zbpp.runtime.executor import Executor
-    from megatron_zbpp.runtime.tables import Tables
+from megatron_zbpp.runtime.tables import Tables
 
 _ROOM = 'megatron_zbpp.mcore.techniques'
 _OWN: dict[str, Callable[[Any], Face]] = {}  # registered by others
@@ -93,9 +91,8 @@ class Face:
     def finish_step(self) -> None:
         """Take the optimizer step that is begun, if one is."""
 
-    def announced(self, lowered: Lowered) -> Schedule:
-        """Return the schedule that the user is told of, before the first call."""
-        return lowered.schedule
+    def announced(self, lowered: Lowered) -> Schedule | None:
+        """Return the schedule that the user is told of; None: that of the first call."""
 
     def notes(self, config: Any) -> Iterator[str]:
         """Yield lines for the log before the first call, beside those of the schedule."""

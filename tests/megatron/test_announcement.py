@@ -8,11 +8,11 @@ from unittest import mock
 import pytest
 
 from megatron_zbpp import Costs, build
-from megatron_zbpp.mcore.iteration.announcement import lines
 from megatron_zbpp.mcore.layout import StageLayout
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.mcore.techniques.asynchronous_steps import StageNorms
+from megatron_zbpp.mcore.training_log import lines
 from megatron_zbpp.runtime.endless import EndlessTraining
 from megatron_zbpp.techniques.vocabulary.place import with_shards
 

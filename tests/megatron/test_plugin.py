@@ -211,7 +211,7 @@ def test_flags_come_and_go(tmp_path):
 
 def late() -> tuple[bool, bool]:
     """Parses where the module was imported before: as often as asked, and with our flags."""
-    import megatron_zbpp.launch.arguments  # what it imports is to stay
+    import megatron_zbpp.mcore.job.resolve  # what it imports is to stay
 
     module, package = ModuleType('megatron.training.arguments'), ModuleType('megatron.training')
     exec(ARGUMENTS, vars(module))

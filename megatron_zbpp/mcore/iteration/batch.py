@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import utils
@@ -29,9 +29,6 @@ from megatron_zbpp.runtime.compat import profiler_enabled
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.measure import Iteration
 from megatron_zbpp.runtime.tables import Tables
-
-if TYPE_CHECKING:
-    from megatron_zbpp.runtime.activations.store import ActivationStore
 
 
 def profiled(p: Pass) -> AbstractContextManager:
@@ -93,7 +90,12 @@ class Executors:
             if not call.arguments.forward_only:
                 more['side'] = session.filler
                 if lowered.moves:
-                    more['activations'] = self._activations(call, stages.values())
+                    store = session.activations(call.device, self.pipeline, lowered.partners)
+                    store.tell(everything=dist.get_rank() == 0)
+                    parameters = (p for model in models for p in model.parameters())
+                    held_by = (each for s in stages.values() for each in s.wrappers.values())
+                    store.keep(parameters, [wrapper.shared for wrapper in held_by])
+                    more['activations'] = store
         own = [face.passes([*stages.values()], self.context) for face in self.faces]
         collectives = {name: each for o in own for name, each in o.collectives.items()}
         if collectives:
@@ -114,15 +116,6 @@ class Executors:
             actions={kind: run for each in own for kind, run in each.actions.items()},
             **more,
         )
-
-    def _activations(self, call: Call, stages: Iterable[ModelStage]) -> ActivationStore:
-        lowered = self.context.lowered
-        store = self.session.activations(call.device, self.pipeline, lowered.partners)
-        store.tell(everything=dist.get_rank() == 0)
-        parameters = (p for model in call.arguments.models for p in model.parameters())
-        wrappers = (each for stage in stages for each in stage.wrappers.values())
-        store.keep(parameters, [each.shared for each in wrappers])
-        return store
 
 
 @dataclass(frozen=True)

@@ -211,10 +211,10 @@ class Updating(Face):
     def drains(self, forward_only: bool) -> bool:
         return not forward_only and self.endless.warms_up()
 
-    def announced(self, lowered: Lowered) -> Schedule:
+    def announced(self, lowered: Lowered) -> Schedule | None:
         schedule, session = lowered.schedule, self.session
         if lowered.calls is not None:
-            return schedule
+            return None
         job_log.info(
             '%d optimizer steps of %s before', session.settings.async_warmup_steps, schedule.name
         )
