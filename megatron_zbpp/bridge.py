@@ -15,20 +15,18 @@ from __future__ import annotations
 
 import importlib
 from argparse import Namespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megatron_zbpp.ir import Schedule
 from megatron_zbpp.mcore import enabled, model_settings
 from megatron_zbpp.mcore.job import rules
 from megatron_zbpp.mcore.job.resolve import Facts, Job, resolve
 from megatron_zbpp.mcore.layout import StageLayout
 from megatron_zbpp.mcore.options import made_by
+from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import BY_BRIDGE, PLACING, Request, Settings
 from megatron_zbpp.runtime.log import job_log
-
-if TYPE_CHECKING:
-    from megatron_zbpp.ir import Schedule
-    from megatron_zbpp.mcore.plugin import Plugin
 
 __all__ = ['enable']
 

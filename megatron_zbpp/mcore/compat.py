@@ -52,8 +52,7 @@ def takes(function: Callable, parameter: str) -> bool:
 
 def training_arguments() -> Any:
     """Return the arguments of NVIDIA's loop; None: another loop trains, or it has not begun."""
-    variables = sys.modules.get('megatron.training.global_vars')
-    return getattr(variables, '_GLOBAL_ARGS', None)
+    return getattr(sys.modules.get('megatron.training.global_vars'), '_GLOBAL_ARGS', None)
 
 
 def rerun_mode() -> str | None:
@@ -68,8 +67,7 @@ def another_rerun_machine() -> Iterator[None]:
     """Let loss functions check their results by a machine of which nothing is kept."""
     own = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
     if own is not None:
-        other = rerun_state_machine.RerunStateMachine()
-        rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE = other
+        rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE = rerun_state_machine.RerunStateMachine()
     try:
         yield
     finally:

@@ -138,7 +138,6 @@ _NOT_COUNTING = {'none', 'aux_loss', 'seq_aux_loss', 'sinkhorn'}
 
 
 def _more_shards(value: Any, c: Context, *sizes: str) -> bool:
-    """Return True if a weight has more shards than tensor-parallel ranks."""
     ranks = next((size for name in sizes if (size := c.get(name))), 1)
     return bool(value) and int(value) > ranks
 
@@ -151,7 +150,6 @@ def _graphs_of_passes(value: Any, c: Context) -> Any:
 
 
 def _with_state(layers: Any, c: Context) -> bool:
-    """Return True if some layers of a hybrid model cannot run slice by slice."""
     if not layers:
         return False
     if c.first(HYBRID) != HYBRID[0] or set(layers) - set('*-E|'):  # attention, MLP, experts
