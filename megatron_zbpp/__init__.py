@@ -260,9 +260,9 @@ def add_arguments() -> None:
     from megatron_zbpp.runtime.import_hook import after_import
 
     def install(_: object) -> None:
-        from megatron_zbpp.launch import arguments
+        from megatron_zbpp.launch import flags
 
-        arguments.install()
+        flags.install()
 
     name = 'megatron.training.arguments'
     if name in sys.modules:

@@ -15,20 +15,18 @@ from __future__ import annotations
 
 import importlib
 from argparse import Namespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megatron_zbpp.ir import Schedule
 from megatron_zbpp.mcore import enabled, model_settings
 from megatron_zbpp.mcore.job import rules
 from megatron_zbpp.mcore.job.resolve import Facts, Job, resolve
 from megatron_zbpp.mcore.layout import StageLayout
 from megatron_zbpp.mcore.options import made_by
+from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import BY_BRIDGE, PLACING, Request, Settings
 from megatron_zbpp.runtime.log import job_log
-
-if TYPE_CHECKING:
-    from megatron_zbpp.ir import Schedule
-    from megatron_zbpp.mcore.plugin import Plugin
 
 __all__ = ['enable']
 
@@ -37,8 +35,10 @@ _FIELDS = {
     name: BY_BRIDGE.of(name).removeprefix('model.')
     for name in (*PLACING, 'num_virtual_stages_per_pipeline_rank')
 }
-_OF_TRAINING = ('micro_batch_size', 'global_batch_size', 'rampup_batch_size')
-_OPTIONS = ('exit_duration_in_mins', 'exit_signal_handler')
+_OF_TRAINING = (
+    *('micro_batch_size', 'global_batch_size', 'rampup_batch_size'),
+    *('exit_duration_in_mins', 'exit_signal_handler'),
+)
 # what `config.comm_overlap` writes into the model's configuration when Bridge validates it
 _SUPERSEDED = rules.settings(rules.SUPERSEDED)
 _OVERLAPS = ('tp_comm_overlap', model_settings.OVERLAP, *_SUPERSEDED)
@@ -109,7 +109,6 @@ def prepare(config: Any, settings: Settings) -> Job:
 
 
 def _programs(settings: Settings) -> Programs:
-    """Return the programs of a schedule that Bridge can train."""
     programs = enabled.programs_of(settings)
     if programs.num_replicas > 1:
         raise NotImplementedError(
@@ -140,7 +139,7 @@ def _arguments(config: Any) -> Namespace:
             'model.pipeline_model_parallel_layout is an object: call megatron_zbpp.bridge.enable '
             'before config.validate() and pretrain(), and give the layout as text'
         )
-    values |= {name: getattr(config.train, name, None) for name in (*_OF_TRAINING, *_OPTIONS)}
+    values |= {name: getattr(config.train, name, None) for name in _OF_TRAINING}
     evaluation = vars(getattr(config, 'validation', None) or config.train)
     values |= {name: each for name, each in evaluation.items() if name.startswith('eval_')}
     # what Bridge writes into the model's configuration when it validates that

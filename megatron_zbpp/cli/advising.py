@@ -179,7 +179,7 @@ def _from_line(words: list[str], options: Mapping[str, Any], machine: dict[str, 
 
         line = AdvisedLine.of(words, machine['gpus'])
     shape = line.shape(tflops or 1.0, bandwidth or 0.0, options['vocab'])
-    job = Job(shape, **line.sizes(machine['gpus']), **machine)
+    job = Job(shape, **line.job_sizes(machine['gpus']), **machine)
     own, notes = line.own(job), [*line.unlike(job), *line.checkpoint_notes()]
     if measured:
         job = with_layers(job, own, load_layers(measured))

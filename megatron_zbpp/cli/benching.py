@@ -24,7 +24,7 @@ from megatron_zbpp.render.png import bars_png
 from megatron_zbpp.schedules import find
 
 if TYPE_CHECKING:
-    from megatron_zbpp.launch.bench import Bench
+    from megatron_zbpp.launch.launch_line import Bench
 
 _RUNS, _START = 'runs.json', 'start'
 _ENOUGH = 3  # runs of which the spread tells the noise
@@ -55,7 +55,7 @@ def bench(
     as_json: bool,
 ) -> int:
     """Return 0, 1 where a run failed, or 130 where Ctrl-C ended the bench; prints what ran."""
-    from megatron_zbpp.launch.bench import OWN, Bench  # takes torch and Megatron
+    from megatron_zbpp.launch.launch_line import OWN, Bench  # takes torch and Megatron
 
     names = [name if name == 'auto' else find(name).name for name in schedules]
     schedules = list(dict.fromkeys([OWN, *names]))
@@ -133,7 +133,7 @@ def _written_start(job: Bench, folder: Path) -> str:
 
 
 def _run(words: Sequence[str], log: Path) -> dict[str, Any]:
-    from megatron_zbpp.launch.bench import Printed
+    from megatron_zbpp.launch.launch_line import Printed
 
     printed = Printed()
     with log.open('w', encoding='utf-8') as file:
@@ -205,7 +205,7 @@ def _row(name: str, runs: Sequence[Any], job: Bench, warmup: int) -> dict[str, A
 
 def _judge(rows: list[dict[str, Any]], job: Bench) -> None:
     """Add to each row its gain over the first, the noise of that, and whether losses are equal."""
-    from megatron_zbpp.mcore.iteration.announcement import DRAWING
+    from megatron_zbpp.mcore.training_log import DRAWING
 
     first = rows[0]
     drawing = any(getattr(job.line.args, name, None) for name in DRAWING)

@@ -58,14 +58,14 @@ def main(argv: list[str] | None = None) -> None:
         hook = str(Path(cpu.__file__).parent / 'subprocess_hook')
         os.environ[PATH] = os.pathsep.join([hook, *filter(None, [os.environ.get(PATH)])])
 
-    from megatron_zbpp.launch import arguments
+    from megatron_zbpp.launch import flags
     from megatron_zbpp.mcore import enabled
 
     try:
         if args.pair_partners:
             os.environ['RANK'] = str(rank_for(args.arguments, os.environ))
-        arguments.install()
-        if os.environ.get('RANK', '0') == '0' and (lacks := arguments.lacks_compiler()):
+        flags.install()
+        if os.environ.get('RANK', '0') == '0' and (lacks := flags.lacks_compiler()):
             raise RuntimeError(lacks)
     except (RuntimeError, ValueError) as error:
         parser.exit(2, f'{parser.prog}: error: {error}\n')
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         runpy.run_path(str(args.script), run_name='__main__')
     finally:
-        if not arguments.has_run and enabled.plugin is None:
+        if not flags.has_run and enabled.plugin is None:
             print(
                 f'megatron_zbpp: {args.script} did not read the flags of Megatron-LM: no schedule '
                 'was asked for, and nothing was changed; call megatron_zbpp.enable() in it',

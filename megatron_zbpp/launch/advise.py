@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
 from megatron_zbpp.analysis.gain import RIVAL, gain_text
-from megatron_zbpp.launch import launch_line
-from megatron_zbpp.launch.bench import LAUNCHER, value_of
 from megatron_zbpp.launch.flags import FLAGS, flag, without
-from megatron_zbpp.launch.launch_line import LaunchLine
+from megatron_zbpp.launch.launch_line import LAUNCHER, LaunchLine, read, value_of
 from megatron_zbpp.mcore import model_settings
 from megatron_zbpp.mcore.job.model_shape import shape_of
 from megatron_zbpp.mcore.settings import AUTO, OPTIONS
@@ -59,21 +56,22 @@ class LinePrediction:
         return found
 
     @classmethod
-    def of(cls, read: LaunchLine, rates: Mapping[str, Any]) -> LinePrediction:
+    def of(cls, launch_line: LaunchLine, rates: Mapping[str, Any]) -> LinePrediction:
         """Predict the iteration of a launch line."""
-        line, tflops, gpus = AdvisedLine(read), rates.get('tflops'), read.world_size
+        line, tflops = AdvisedLine(**vars(launch_line)), rates.get('tflops')
+        gpus = line.world_size
         machine = {name: rates[name] for name in rates if name in JOB_SIZES}
         try:
-            read.sizes.require_plain()
+            line.sizes.require_plain()
             shape = line.shape(tflops or 1.0, rates.get('bandwidth') or 0.0, rates.get('vocab'))
-            job = Job(shape, gpus=gpus, memory=inf, **line.sizes(gpus), **machine)
+            job = Job(shape, gpus=gpus, memory=inf, **line.job_sizes(gpus), **machine)
             own = line.own(job)
             line.require_known(own)
             made, stages = predict(job, own), stages_of(job, own)
         except ValueError as error:
             reason = str(error).removeprefix('launch line: ')
             return cls(notes=(f'memory in GiB is not predicted: {reason}',))
-        notes = [f'predictions: {each}' for each in line.unlike(job) if each != read.lacks]
+        notes = [f'predictions: {each}' for each in line.unlike(job) if each != line.lacks]
         if tflops is None:
             return cls(made.nbytes, stages.fixed, notes=tuple(notes))
         gains = (
@@ -96,19 +94,14 @@ def _seconds(job: Job, own: Setup, name: str) -> float | None:
         return None
 
 
-@dataclass(frozen=True)
-class AdvisedLine:
-    line: LaunchLine
+class AdvisedLine(LaunchLine):
+    """A launch line as the job and the setup that advice begins with."""
 
     @classmethod
     def of(cls, words: Sequence[str], gpus: int) -> AdvisedLine:
-        line = launch_line.read(words, gpus)
+        line = cls(**vars(read(words, gpus)))
         line.sizes.require_plain()
-        return cls(line)
-
-    @property
-    def args(self) -> Namespace:
-        return self.line.args
+        return line
 
     def shape(self, tflops: float, bandwidth: float, vocab: int | None) -> Shape:
         """Return the model's shape, with rates in TFLOP/s and GB/s; ValueError names the flag."""
@@ -126,8 +119,8 @@ class AdvisedLine:
                 raise ValueError(
                     f'launch line: {flag(name)} {pattern}: give letters M, *, - and E, without |'
                 )
-        if self.line.lacks and (experts or args.multi_latent_attention or name is not None):
-            raise ValueError(f'{self.line.lacks}: without it advice is for dense models alone')
+        if self.lacks and (experts or args.multi_latent_attention or name is not None):
+            raise ValueError(f'{self.lacks}: without it advice is for dense models alone')
         every = getattr(args, 'moe_layer_freq', None) or 1
         dense_first = every == (sorted(every) if isinstance(every, list) else 1)
         if experts and name is None and not dense_first:
@@ -138,11 +131,11 @@ class AdvisedLine:
         ahead, rates = self._size('mtp_num_layers'), {'tflops': tflops, 'bandwidth': bandwidth}
         return shape_of(args, self._size('seq_length'), vocab=vocab, mtp=ahead, **rates)
 
-    def sizes(self, gpus: int) -> dict[str, Any]:
+    def job_sizes(self, gpus: int) -> dict[str, Any]:
         args = self.args
         if not args.global_batch_size and not args.micro_batch_size:
             raise ValueError('launch line: --global-batch-size is missing: add it')
-        replicas = max(1, self.line.sizes.replicas(gpus))
+        replicas = max(1, self.sizes.replicas(gpus))
         backend = getattr(args, 'attention_backend', None)
         backend = str(getattr(backend, 'name', backend))
         local = getattr(args, 'transformer_impl', None) == 'local'
@@ -155,11 +148,11 @@ class AdvisedLine:
             'overlaps': self._on('overlap_grad_reduce'),
             # not by scores in memory
             'fused': backend not in ('unfused', 'local') and (not local or flash),
-            'ends': self.line.sizes.counted_ends,
+            'ends': self.sizes.counted_ends,
         }
 
     def own(self, job: Job) -> Setup:
-        args, asked = self.args, self.line.sizes.num_chunks()
+        args, asked = self.args, self.sizes.num_chunks()
         chunks = asked or 1
         name = args.pipeline_schedule
         if name == AUTO or getattr(args, _OWN_FILE):
@@ -173,7 +166,7 @@ class AdvisedLine:
         again = vars(args).get('recompute_granularity') or NONE
         if getattr(args, 'recompute_activations', False):
             again = SELECTIVE
-        words = value_of(self.line.words, '--recompute-modules') or 'core_attn'
+        words = value_of(self.words, '--recompute-modules') or 'core_attn'
         modules = {*(getattr(args, 'recompute_modules', None) or [words])}
         if again == SELECTIVE and modules.isdisjoint(modules_again(job)):
             again = NONE
@@ -189,7 +182,7 @@ class AdvisedLine:
             raise ValueError(f'launch line: {problem}: change it, or --gpus')
         if pp == 1 or family.num_routes > 1:
             return setup
-        sizes, placement = self.line.sizes, placement_of(setup)
+        sizes, placement = self.sizes, placement_of(setup)
         layers = tuple(sizes.layers(placement))
         given = sizes.pipeline_model_parallel_layout or sizes.fixed_layers(placement)
         uneven = (sum(layers) + sum(sizes.counted_ends)) % placement.num_stages
@@ -206,13 +199,13 @@ class AdvisedLine:
 
     def unlike(self, job: Job) -> list[str]:
         """Return settings of the line that predictions leave out."""
-        args, found = self.args, [self.line.lacks] if self.line.lacks else []
+        args, found = self.args, [self.lacks] if self.lacks else []
         if not (args.bf16 or args.fp16):
             found.append('no --bf16 or --fp16 in the line: costs are those of 16-bit training')
         if getattr(args, 'fp8', None) or getattr(args, 'fp4', None):
             found.append('give --tflops as FP8 or FP4 products reach it; activations count 16 bits')
         ours = {each.name for each in FLAGS} - {flag(_OWN_FILE), '--pipeline-schedule'}
-        if left := [w for w in self.line.words if w.partition('=')[0] in ours]:
+        if left := [w for w in self.words if w.partition('=')[0] in ours]:
             found.append(f'left out of all predictions and lines: {" ".join(left)}')
         if vars(args).get('recompute_granularity') == SELECTIVE:
             found.append(f'selective recomputation is of {" ".join(modules_again(job))}')
@@ -220,8 +213,8 @@ class AdvisedLine:
 
     def line_of(self, job: Job, setup: Setup) -> list[str]:
         """Return the launch line of a setup, in words."""
-        launcher = processes(self.line.launcher, job.gpus, job.gpus_per_node)
-        if setup.schedule not in STOCK and LAUNCHER not in launcher and self.line.script:
+        launcher = processes(self.launcher, job.gpus, job.gpus_per_node)
+        if setup.schedule not in STOCK and LAUNCHER not in launcher and self.script:
             launcher = [*(launcher or ['python']), '-m', LAUNCHER]
         valued = [*REPLACED, *(each.name[2:] for each in FLAGS if each.unit)]
         switches = [*SWITCHES, *(each.name for each in FLAGS if not each.unit)]
@@ -229,12 +222,12 @@ class AdvisedLine:
         held, own = ((s.tp, s.ep, placement_of(s), s.layers) for s in (setup, self.own(job)))
         if self._kept_by_rank() and held != own:
             valued += [folder[2:] for folder in self._folders]
-        kept = without(self.line.words, valued, switches)
-        return [*launcher, *filter(None, [self.line.script]), *kept, *flags_of(job, setup)]
+        kept = without(self.words, valued, switches)
+        return [*launcher, *filter(None, [self.script]), *kept, *flags_of(job, setup)]
 
     @property
     def _folders(self) -> list[str]:
-        return [each for each in _FOLDERS if value_of(self.line.words, each) is not None]
+        return [each for each in _FOLDERS if value_of(self.words, each) is not None]
 
     def checkpoint_notes(self) -> list[str]:
         """Return where checkpoints of the line go, if it names folders of them."""
@@ -243,28 +236,27 @@ class AdvisedLine:
             return [f'{where} are without {" and ".join(self._folders)}: {reason}']
         if '--load' not in self._folders:
             return []
-        saved = f' if it was saved with {_RESHARDABLE}, too' * (_RESHARDABLE in self.line.words)
+        saved = f' if it was saved with {_RESHARDABLE}, too' * (_RESHARDABLE in self.words)
         return [
             f'the checkpoint of --load goes to all lines{saved}; where tp or pp differ, Megatron '
             'leaves out its random states'
         ]
 
     def _kept_by_rank(self) -> str:
-        found = value_of(self.line.words, '--ckpt-format') or 'torch_dist'
+        found = value_of(self.words, '--ckpt-format') or 'torch_dist'
         if found != 'torch_dist':
             cure = 'convert it (docs/exactness.md), or train from scratch'
             return f'--ckpt-format {found} keeps files by rank: {cure}'
-        sharded = self._on('use_distributed_optimizer') or self._on(
-            'use_layer_wise_distributed_optimizer'
-        )
-        if not sharded or {_RESHARDABLE, '--no-load-optim', '--finetune'} & {*self.line.words}:
+        optimizers = 'use_distributed_optimizer', 'use_layer_wise_distributed_optimizer'
+        sharded = any(map(self._on, optimizers))
+        if not sharded or {_RESHARDABLE, '--no-load-optim', '--finetune'} & {*self.words}:
             return ''
         cure = f'save it once with {_RESHARDABLE}, or load with --no-load-optim'
         return f"the distributed optimizer's state is kept by rank: {cure}"
 
     def _size(self, name: str) -> int:
-        found = getattr(self.args, name, None) or value_of(self.line.words, flag(name))
+        found = getattr(self.args, name, None) or value_of(self.words, flag(name))
         return int(found) if found else 0
 
     def _on(self, name: str) -> bool:
-        return bool(getattr(self.args, name, False)) or flag(name) in self.line.words
+        return bool(getattr(self.args, name, False)) or flag(name) in self.words

@@ -16,18 +16,13 @@ from megatron_zbpp.ir.graph import HOST
 from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.launch import flags
 from megatron_zbpp.launch.advise import LinePrediction
-from megatron_zbpp.launch.arguments import lacks_compiler
-from megatron_zbpp.launch.launch_line import (
-    LaunchLine,
-    require_possible,
-    require_sizes,
-)
+from megatron_zbpp.launch.launch_line import LaunchLine, require_possible, require_sizes
 from megatron_zbpp.mcore import model_settings
-from megatron_zbpp.mcore.iteration.announcement import Simulated, asynchrony, losses_from_scratch
 from megatron_zbpp.mcore.job.model_shape import LayerMemory, layer_memory
 from megatron_zbpp.mcore.job.resolve import Facts, Job, resolve
 from megatron_zbpp.mcore.job.rules import Refusal
 from megatron_zbpp.mcore.programs import Programs
+from megatron_zbpp.mcore.training_log import Simulated, asynchrony, losses_from_scratch
 from megatron_zbpp.post_validation.speculative_step import BUFFER_BYTES, KEPT_BYTES
 from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques import find as find_technique
@@ -102,7 +97,7 @@ class DryRun:
 def dry_run_of(line: LaunchLine, rates: Mapping[str, Any] = {}) -> DryRun:
     """Return the schedule, sizes and refusals of a launch line."""
     only = 'only sizes, parallelism and our flags were read'
-    notes = [*filter(None, [f'{line.lacks}; {only}' if line.lacks else lacks_compiler()])]
+    notes = [*filter(None, [f'{line.lacks}; {only}' if line.lacks else flags.lacks_compiler()])]
     if line.unknown:
         words = ' '.join(line.unknown)
         notes.append(f'no flags of Megatron, unless the script adds them: {words}')
@@ -119,8 +114,7 @@ def dry_run_of(line: LaunchLine, rates: Mapping[str, Any] = {}) -> DryRun:
         others += filter(None, [require_sizes(line)])
         return DryRun(parallel, notes=(*notes, *others), predicted=predicted)
     machine = {'on_cpu': line.on_cpu, 'with_te': not te.missing()}
-    given = flags.names_in(line.words)
-    job = resolve(request, Facts(line.args, line.world_size, machine, given))
+    job = resolve(request, Facts(line.args, line.world_size, machine, flags.names_in(line.words)))
     with job.checks.one('micro_batch_size'):
         _microbatches(line, parallel['data'])
     if job.checks.problems:
@@ -165,8 +159,7 @@ def _consequences(line: LaunchLine, job: Job) -> list[str]:
     notes.append(losses_from_scratch(settings, placement, line.args))
     notes += [_CONNECTIONS] if getattr(line.args, model_settings.OVERLAP, False) else []
     for count in counts if programs.asynchronous else ():
-        lowered = programs.lowered(placement.num_ranks, count, forward_only=False)
-        late = asynchrony(lowered.schedule)
+        late = asynchrony(programs.lowered(placement.num_ranks, count, forward_only=False).schedule)
         notes += [f'{count} microbatches: {late[1]}'] if late else []
     notes += filter(None, (megatron_refuses(placement, count) for count in counts))
     moving = [name for name in settings.amounts if counts and find_technique(name).moves]

@@ -22,17 +22,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import get_model_config
 
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.placement import layers_per_stage, layout_string
-from megatron_zbpp.mcore import layout, model_settings
+from megatron_zbpp.mcore import layout
+from megatron_zbpp.mcore.job.sizes import Sizes
 from megatron_zbpp.mcore.patches.training_loop import placement_of
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.settings import BY_BRIDGE, PLACING
+from megatron_zbpp.runtime.guard import agreement
 
 KEY = 'megatron_zbpp_layout'  # of a checkpoint's state dict
 _RANKS = 'pipeline_model_parallel_size'  # what Megatron compares, too
@@ -140,22 +141,18 @@ def _named(stage: str, before: int) -> str:
 
 def _stages(args: Any, placement: Placement) -> list[str]:
     """Return the letters of each stage in model order, as `Ett`."""
-    hybrid = model_settings.hybrid(args)
+    counts = Sizes(args).hybrid_layers()
     given = {_field(name): getattr(args, name, None) for name in _ARGUMENTS}
-    if hybrid is not None:
-        pattern = getattr(args, hybrid)
-        main = pattern.partition('/')[0] if isinstance(pattern, str) else 'M' * args.num_layers
-        counts = [len(segment) for segment in main.split('|')]
-        if len(counts) != placement.num_stages:
-            counts = layers_per_stage(sum(counts), placement)
-    elif (stages := given['pipeline_model_parallel_layout']) is not None:
-        return layout.text_of_stages(stages).split('|')
-    elif placement.is_loop:  # as Megatron divides layers without a layout
-        chunks = placement.num_chunks if placement.num_chunks > 1 else None
-        sizes = {_RANKS: placement.num_ranks, 'virtual_pipeline_model_parallel_size': chunks}
-        return layout.text_by_config(SimpleNamespace(**given | sizes), placement).split('|')
-    else:  # the program has laid them out by itself
-        counts = layers_per_stage(args.num_layers, placement)
+    if counts is None:
+        if (stages := given['pipeline_model_parallel_layout']) is not None:
+            return layout.text_of_stages(stages).split('|')
+        if placement.is_loop:  # as Megatron divides layers without a layout
+            chunks = placement.num_chunks if placement.num_chunks > 1 else None
+            sizes = {_RANKS: placement.num_ranks, 'virtual_pipeline_model_parallel_size': chunks}
+            return layout.text_by_config(SimpleNamespace(**given | sizes), placement).split('|')
+        counts = [args.num_layers]  # the program has laid them out by itself
+    if len(counts) != placement.num_stages:
+        counts = layers_per_stage(sum(counts), placement)
     return layout_string(counts, given['mtp_num_layers'] or 0).split('|')
 
 
@@ -265,11 +262,10 @@ def require_same(
         part, cure = _BY_RANK[kept]
         reason = f'{part} is kept by rank and chunk, and {why}: go on with the schedule that saved '
         reason += f'it, or {cure}'
-    reasons = [''] * dist.get_world_size()
     with session.watchdog.collective('whose layers a checkpoint has'):
-        dist.all_gather_object(reasons, reason)
-    if found := next(filter(None, reasons), None):
-        raise ValueError(f'{name} cannot be loaded: {found}')
+        reasons = agreement.reasons(reason)
+    if reasons:
+        raise ValueError(f'{name} cannot be loaded: {reasons[0]}')
 
 
 def _read_any(folder: str) -> Mapping[str, Any] | str:

@@ -52,8 +52,7 @@ def takes(function: Callable, parameter: str) -> bool:
 
 def training_arguments() -> Any:
     """Return the arguments of NVIDIA's loop; None: another loop trains, or it has not begun."""
-    variables = sys.modules.get('megatron.training.global_vars')
-    return getattr(variables, '_GLOBAL_ARGS', None)
+    return getattr(sys.modules.get('megatron.training.global_vars'), '_GLOBAL_ARGS', None)
 
 
 def rerun_mode() -> str | None:
@@ -68,26 +67,24 @@ def another_rerun_machine() -> Iterator[None]:
     """Let loss functions check their results by a machine of which nothing is kept."""
     own = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
     if own is not None:
-        other = rerun_state_machine.RerunStateMachine()
-        rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE = other
+        rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE = rerun_state_machine.RerunStateMachine()
     try:
         yield
     finally:
         rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE = own
 
 
-@functools.cache
 def tells_all_stages_of_sequences() -> bool:
     """Return True if NVIDIA's batches tell each stage where packed sequences end: from 0.19 on."""
-    batches = getattr(utils, 'get_batch_on_this_tp_rank', None)
-    return batches is not None and 'has_cu_seqlens' in inspect.signature(batches).parameters
+    batches = getattr(utils, GET_BATCH, None)
+    return batches is not None and takes(batches, 'has_cu_seqlens')
 
 
 def tensor_shapes(groups: Any, **sizes: Any) -> list[Any]:
     """Return the shapes of what neighbours exchange, told by Megatron, with the groups it asks."""
-    asked = inspect.signature(schedules.get_tensor_shapes).parameters
+    make = schedules.get_tensor_shapes
     named = {f'{name}_group': getattr(groups, name) for name in ('tp', 'cp', 'pp')}
-    return schedules.get_tensor_shapes(**sizes, **{n: g for n, g in named.items() if n in asked})
+    return make(**sizes, **{name: group for name, group in named.items() if takes(make, name)})
 
 
 def _imported(name: str) -> Any:
@@ -139,11 +136,6 @@ def combined_step(config: Any) -> Callable:
     streams = {'high_priority': config.high_priority_a2a_comm_stream} if priority else {}
     pipeline_utils.set_streams(**streams)
     return combined_1f1b.combined_forward_backward_step
-
-
-def offloading() -> Any:
-    """Return the interface by which Megatron's schedules drive its own activation offloading."""
-    return schedules.off_interface
 
 
 def forgets_modules_that_stay() -> bool:

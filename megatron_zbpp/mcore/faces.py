@@ -1,8 +1,9 @@
 """Training faces: the protocol between a training and the techniques of its schedule.
 
-A face is the part of a technique in training, in the module `mcore.techniques.NAME`, which is
-imported with its schedules alone. A session makes each face once and asks it before each call; a
-face overrides the methods that it needs. This module imports no room of Megatron.
+A face is the part of a technique in training: the class in the module `mcore.techniques.NAME` that
+is named like it, as `TwoWay` in `two_way`, which is imported with its schedules alone. A session
+makes each face once and asks it before each call; a face overrides the methods that it needs. This
+module imports no room of Megatron.
 """
 
 from __future__ import annotations
@@ -10,18 +11,16 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.mcore.lowered import Lowered
 from megatron_zbpp.runtime.channels import Message
+from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.stage import Action, RunTogether, Wrapper
-
-if TYPE_CHECKING:
-    from megatron_zbpp.ir import Placement, Schedule
-    from megatron_zbpp.runtime.executor import Executor
-    from megatron_zbpp.runtime.tables import Tables
+from megatron_zbpp.runtime.tables import Tables
 
 _ROOM = 'megatron_zbpp.mcore.techniques'
 _OWN: dict[str, Callable[[Any], Face]] = {}  # registered by others
@@ -60,6 +59,8 @@ class Face:
     takes_wide: bool = False  # `no_hops` is about several tensors alone
     stays_alone: str | None = None  # why the chunks of a rank cannot run by themselves
     together: RunTogether | None = None  # runs an overlapped F and B
+    next_iteration: Any = None  # forwards of the next iteration, in place of `NextIteration`
+    optimizer_steps: Any = None  # takes them, as `EarlySteps` does; None: Megatron does
 
     def __init__(self, session: Any) -> None:
         self.session = session
@@ -70,9 +71,6 @@ class Face:
 
     def require(self, chunk: torch.nn.Module) -> None:
         """Raise NotImplementedError for a chunk, unwrapped, that does not train so."""
-
-    def allow(self, size: int) -> None:
-        """Raise ValueError for a data-parallel size on which the schedule cannot run."""
 
     def data_parallel_rank(self, chunk: int) -> int | None:
         """Return the data-parallel rank whose data a chunk of this rank reads; None: its own."""
@@ -90,18 +88,11 @@ class Face:
         """Return the values on which all ranks of a pipeline must agree."""
         return {}
 
-    def next_iteration(self) -> Any:
-        """Return the forwards of the next iteration; None: those of post-validation, if any."""
-
-    def optimizer_steps(self) -> Any:
-        """Return the taker of optimizer steps, such as `AsynchronousSteps`; None: Megatron."""
-
     def finish_step(self) -> None:
         """Take the optimizer step that is begun, if one is."""
 
-    def announced(self, lowered: Lowered) -> Schedule:
-        """Return the schedule that the user is told of, before the first call."""
-        return lowered.schedule
+    def announced(self, lowered: Lowered) -> Schedule | None:
+        """Return the schedule that the user is told of; None: that of the first call."""
 
     def notes(self, config: Any) -> Iterator[str]:
         """Yield lines for the log before the first call, beside those of the schedule."""
@@ -146,7 +137,8 @@ def face_of(name: str, session: Any) -> Face | None:
     if make is None:
         if find_spec(f'{_ROOM}.{name}') is None:
             return None
-        make = importlib.import_module(f'{_ROOM}.{name}').FACE
+        module = importlib.import_module(f'{_ROOM}.{name}')
+        make = getattr(module, name.title().replace('_', ''))
     face = make(session)
     face.name = name
     return face

@@ -160,7 +160,6 @@ def layers_alike(config: Any) -> bool:
 
 
 def _hybrid(model: torch.nn.Module) -> str | None:
-    """Return which of the hybrid models it is; None: it is none."""
     return next((c.__name__ for c in type(model).__mro__ if c.__name__ in _HYBRID_MODELS), None)
 
 

@@ -89,15 +89,3 @@ def _as_taken(order: Sequence[tuple[Pass, int]], num_chunks: int) -> bool:
                 return False
             ran += 1
     return alike
-
-
-def end_offloading(config: Any, trained: bool) -> None:
-    """Let Megatron's own offloading forget an iteration that has ended, as its schedules do.
-
-    Before training, what an evaluation has told it would be taken for the order of training.
-    """
-    if getattr(config, OFFLOADING, False):
-        from megatron_zbpp.mcore import compat  # imports Megatron, which plans do without
-
-        offloading = compat.offloading()
-        (offloading.reset if trained else offloading.reset_instance)()

@@ -8,7 +8,6 @@ of Megatron's layout: E, t, m and L.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import pickle
 import random
@@ -32,7 +31,6 @@ from megatron_zbpp.mcore.side_effects import random_states, set_random_states
 from megatron_zbpp.runtime.compat import another_client, default_store
 from megatron_zbpp.runtime.log import job_log
 
-_signature = functools.cache(inspect.signature)
 # how many models the ranks of a pipeline have begun: so long as its group lives, alike on all
 _begun: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
@@ -61,7 +59,7 @@ class _Chunks:
         self._stage, self._layers, self._built, self._last = 0, 0, 0, False
 
     def of_model(self, original: Callable, model: Any, *args: Any, **kwargs: Any) -> None:
-        bound = _signature(original).bind(model, *args, **kwargs)
+        bound = inspect.signature(original).bind(model, *args, **kwargs)
         bound.apply_defaults()
         self._building = drawing = self._begin(model, bound.arguments)
         try:
@@ -118,19 +116,19 @@ class _Chunks:
         """Return the drawing of a model that is about to be built; None: it draws as it will."""
         placement = self._session.programs.placement(group.size())
         number = _begun[group] = _begun.get(group, 0) + 1
-        asked, collective = self._session.settings.same_start, self._session.collective
+        asked = self._session.settings.same_start
         pipeline = '-'.join(map(str, dist.get_process_group_ranks(group)))
         # groups that replace others have names of their own: what those left is not read again
         name = f'megatron_zbpp same start {pipeline} {group.group_name} {number}'
         store: Any = another_client(default_store())  # a get keeps other threads of its own waiting
         store.set(f'{name} rank {group.rank()}', f'{asked} {"|".join(stages)}')
-        with collective('stages of a model as its ranks have them'):
+        with self._session.collective('stages of a model as its ranks have them'):
             said = {bytes(store.get(f'{name} rank {each}')) for each in range(group.size())}
         # where they differ, that is named before the first pass, when layers are compared
         drawn = chains_of(asked, stages, placement) if len(said) == 1 else None
         if drawn is None:
             return None
-        return StockDrawing(name, group.rank(), placement, drawn, collective, store)
+        return StockDrawing(self._session, group, drawn, name, store)
 
 
 class Part(NamedTuple):
@@ -241,17 +239,11 @@ class StockDrawing:
     """The random states of one model while the ranks of a pipeline build it."""
 
     def __init__(
-        self,
-        name: str,
-        rank: int,
-        placement: Placement,
-        chains: Chains,
-        collective: Callable[[str], Any],
-        store: Any,
+        self, session: Session, group: dist.ProcessGroup, chains: Chains, name: str, store: Any
     ) -> None:
-        self._name, self._rank, self._collective = name, rank, collective
-        self._chains, self._store = chains, store
-        self._held_by = placement.only_route
+        self._collective, self._rank = session.collective, group.rank()
+        self._chains, self._name, self._store = chains, name, store
+        self._held_by = session.programs.placement(group.size()).only_route
         self._links: dict[Part, _Link] = {
             part: (stock, place)
             for stock, parts in enumerate(chains)
@@ -260,7 +252,7 @@ class StockDrawing:
         self._kept: dict[_Link, Any] = {}
         self._part: Part | None = None
         self._own = _states()
-        self._hand_over((rank, 0), self._own)
+        self._hand_over((self._rank, 0), self._own)
 
     def switch(self, place: tuple[int, int]) -> None:
         """Draw a part from now on; parts that stock lacks draw from this rank's own states."""
@@ -289,7 +281,6 @@ class StockDrawing:
         _set_states(self._own)
 
     def _hand_over(self, link: _Link, states: Any) -> None:
-        """Give states to the rank that goes on from there."""
         stock, place = link
         parts = self._chains[stock]
         user = self._held_by[parts[place].stage] if place < len(parts) else stock

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,6 @@ from megatron.core import parallel_state
 from megatron_zbpp.mcore.iteration import preparation
 from megatron_zbpp.mcore.iteration.batch import NextIteration
 from megatron_zbpp.mcore.layers import linear, transformer_engine
-from megatron_zbpp.mcore.optimizer import stepping
 from megatron_zbpp.mcore.patches import placement, training_loop
 from megatron_zbpp.mcore.patches.registry import Patch, Registry
 from megatron_zbpp.mcore.programs import Programs
@@ -46,15 +44,15 @@ class Plugin:
     def __init__(self, settings: Settings, programs: Programs | None = None) -> None:
         self.settings = settings
         self.session = Session(settings, programs)
-        flights = (face.next_iteration() for face in self.session.faces)
-        self._next = next((each for each in flights if each is not None), NextIteration())
-        early = None
+        faces = self.session.faces
+        self._next = next(filter(None, (face.next_iteration for face in faces)), NextIteration())
+        # of optimizer steps; None: Megatron takes them
+        self._taker = next(filter(None, (face.optimizer_steps for face in faces)), None)
         if self.session.post_validation is not None:
             from megatron_zbpp.mcore.optimizer.early_steps import EarlySteps, ForwardsAhead
 
             self._next = ahead = ForwardsAhead(self.session)
-            early = EarlySteps(self.session, ahead)
-        self._steps = stepping.Steps(self.session, early)
+            self._taker = EarlySteps(self.session, ahead)
         self._registry = Registry()
 
     @property
@@ -167,39 +165,31 @@ class Plugin:
         group: Any = parallel_state.get_data_parallel_group()
         return dist.get_rank(group) if found is None else found
 
-    def _allow(self, size: int) -> None:
-        for face in self.session.faces:
-            face.allow(size)
-
     @property
     def enabled(self) -> bool:
         return self._registry.installed
 
     def patches(self) -> Iterator[Patch]:
         session = self.session
-        return itertools.chain(
-            preparation.patches(session, self._next),
-            linear.patches(session.store),
-            transformer_engine.patches(lambda ranks: session.programs.traits(ranks).splits),
-            placement.patches(
-                session.programs.placement, session.agree, self.data_parallel_rank, self._allow
-            ),
-            *self._of_folded_placements(),
-            *(face.patches() for face in session.faces),
-            training_loop.patches(session),
-            stepping.patches(self._steps),
-        )
-
-    def _of_folded_placements(self) -> Iterator[Iterator[Patch]]:
-        """Yield patches for stages that do not go around the ranks, as those of a loop do."""
-        session = self.session
+        yield from preparation.patches(session, self._next)
+        yield from linear.patches(session.store)
+        yield from transformer_engine.patches(lambda ranks: session.programs.traits(ranks).splits)
+        yield from placement.patches(session, self.data_parallel_rank)
         if not session.programs.is_loop:
             from megatron_zbpp.mcore import placement_independent_init
             from megatron_zbpp.mcore.layers import tied
 
-            yield tied.patches(session.programs.placement)
+            yield from tied.patches(session.programs.placement)
             if session.settings.same_start is not False:
-                yield placement_independent_init.patches(session)
+                yield from placement_independent_init.patches(session)
+        for face in session.faces:
+            yield from face.patches()
+        yield from training_loop.patches(session)
+        yield from training_loop.step_patches(session, self._taker)
+        if self._taker is not None:
+            from megatron_zbpp.mcore.optimizer import split_step
+
+            yield from split_step.patches()
 
     def install(self) -> None:
         """Put everything in place and assert that Megatron now finds it.

@@ -94,8 +94,7 @@ class Programs:
                 self.source = Family(plain, chunks)
             else:
                 slices = number_of(self._slices or family.default_slices) or 2  # to be found
-                limit = settings.memory_limit
-                self.source = Family(settings.schedule, chunks, limit, slices)
+                self.source = Family(settings.schedule, chunks, settings.memory_limit, slices)
         for name, amount in self._amounts.items():
             find_technique(name).require(amount, self.num_chunks)
         # techniques without an amount that are put into the schedule, in their order
@@ -178,24 +177,20 @@ class Programs:
         return schedule
 
     def _plain(self, num_ranks: int, num_microbatches: int) -> Schedule:
-        """Return the schedule as its source has it."""
         if num_ranks == 1 and self.num_replicas > 1:
             raise ValueError(
                 f'{self.source.name} needs at least 2 pipeline ranks a replica, not 1: use more '
                 'pipeline ranks or another schedule, such as 1f1b'
             )
         if isinstance(self.source, Schedule):
+            source, replicas = self.source, self.num_replicas
             for what, has, needed in (
-                ('pipeline ranks', self.source.num_ranks // self.num_replicas, num_ranks),
-                (
-                    'microbatches',
-                    self.source.num_microbatches // self.num_replicas,
-                    num_microbatches,
-                ),
+                ('pipeline ranks', source.num_ranks // replicas, num_ranks),
+                ('microbatches', source.num_microbatches // replicas, num_microbatches),
             ):
                 if has != needed:
                     raise ValueError(
-                        f'schedule {self.source.name} is for {has} {what}, not {needed}: change '
+                        f'schedule {source.name} is for {has} {what}, not {needed}: change '
                         'the parallel or batch sizes, or take a schedule by its name (see zbpp '
                         'list)'
                     )
@@ -304,8 +299,7 @@ class Programs:
         """
         if self._to_plan_from or self._early:
             return False
-        example = self._example(num_ranks, num_microbatches or 2 * num_ranks)
-        return offloads_in_order(example)
+        return offloads_in_order(self._example(num_ranks, num_microbatches or 2 * num_ranks))
 
     def join(self, asked: object) -> None:
         """Make schedules from now on have pairs that run as one, if `asked` and there are any."""
@@ -356,7 +350,6 @@ class Programs:
         return self.cache.get(size)
 
     def _make(self, size: Size) -> Lowered:
-        """Return the checked programs of a size; see `lowered`."""
         num_ranks, num_microbatches, forward_only, *_ = size
         if size.draining:  # evaluations of an asynchronous one do, and what warms up
             chunks = self.num_chunks

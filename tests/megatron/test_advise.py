@@ -44,7 +44,7 @@ def read(words: str, gpus: int = 8) -> AdvisedLine:
 
 def job_of(line: AdvisedLine, gpus: int = 8) -> Job:
     shape = line.shape(1.0, 100.0, 128)
-    return Job(shape, gpus=gpus, memory=5 * 2.0**30, **line.sizes(gpus))
+    return Job(shape, gpus=gpus, memory=5 * 2.0**30, **line.job_sizes(gpus))
 
 
 def test_the_model_and_its_setup() -> None:
@@ -98,7 +98,7 @@ def test_jobs_of_lines(words: str, wanted: dict[str, object]) -> None:
 def test_sizes_that_follow_from_others() -> None:
     """Without a batch one microbatch of each replica, as Megatron has it."""
     line = read(LINE.replace('--global-batch-size 16', '').replace('batch-size 1', 'batch-size 3'))
-    assert line.sizes(8)['global_batch'] == 3 * 8 // (2 * 2)
+    assert line.job_sizes(8)['global_batch'] == 3 * 8 // (2 * 2)
     plain = LINE.replace('--ffn-hidden-size 128', '')
     gated = job_of(read(f'{plain} --kv-channels 32')).shape
     assert (gated.ffn, gated.head_dim) == (64 * (4 * 64 * 2 // 3 // 64), 32)
@@ -117,8 +117,7 @@ OF_THE_LINE = """--pipeline-model-parallel-layout Et|tL --decoder-first-pipeline
 def test_proposed_lines_have_nothing_of_the_setup_of_the_line() -> None:
     """Whatever that was made of; and all else."""
     line = read(LINE)
-    words = (*line.line.words, *OF_THE_LINE.split(), '--lr', '1e-4')
-    line = replace(line, line=replace(line.line, words=words))
+    line = replace(line, words=(*line.words, *OF_THE_LINE.split(), '--lr', '1e-4'))
     setup = Setup(1, 4, 1, 1, 2, '1f1b', NONE, False)
     words = line.line_of(job_of(line), setup)
     kept = LINE.replace(PARALLEL, '').replace('--micro-batch-size 1 ', '').split()
@@ -153,7 +152,7 @@ def test_more_processes() -> None:
 
 def test_experts() -> None:
     line = read(f'{LINE} {EXPERTS} --expert-model-parallel-size 2 --moe-layer-freq [0]+[1]*7')
-    if line.line.lacks:
+    if line.lacks:
         with pytest.raises(ValueError, match='without it advice is for dense models alone'):
             job_of(line)
         return
@@ -240,7 +239,7 @@ def test_what_cannot_work(line: str, told: str, capsys) -> None:
 
 def test_segments_of_a_pattern() -> None:
     line = read(f'{LINE} --hybrid-layer-pattern M*-M|M*-M')
-    with pytest.raises(ValueError, match='without' if line.line.lacks else r'give letters M'):
+    with pytest.raises(ValueError, match='without' if line.lacks else r'give letters M'):
         job_of(line)
 
 

@@ -83,7 +83,7 @@ def test_command():
 def test_what_is_looked_at_is_told():
     """It answers in seconds: it simulates the schedule and 1F1B once each, and starts no job."""
     from megatron_zbpp.launch.doctor import examine
-    from megatron_zbpp.mcore.iteration import announcement
+    from megatron_zbpp.mcore import training_log
 
     told, simulated = [], []
 
@@ -91,10 +91,10 @@ def test_what_is_looked_at_is_told():
         simulated.append(sum(map(len, schedule.passes)))
         return simulate(schedule, costs)
 
-    simulate, starts = announcement.simulate, AssertionError('doctor starts nothing')
+    simulate, starts = training_log.simulate, AssertionError('doctor starts nothing')
     words = [*SIZES, '--num-layers', '64', '--pipeline-model-parallel-size', '16']
     with (
-        mock.patch.object(announcement, 'simulate', counted),
+        mock.patch.object(training_log, 'simulate', counted),
         mock.patch.object(gain, 'simulate', counted),
         mock.patch('torch.distributed.new_group', side_effect=starts),
         mock.patch('torch.distributed.init_process_group', side_effect=starts),

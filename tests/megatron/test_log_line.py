@@ -19,7 +19,7 @@ import megatron_zbpp
 from megatron_zbpp import Costs, build
 from megatron_zbpp.analysis import fit_costs
 from megatron_zbpp.ir import F, Pass
-from megatron_zbpp.mcore.iteration import announcement
+from megatron_zbpp.mcore import training_log
 from megatron_zbpp.mcore.layout import StageLayout
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.settings import Settings
@@ -36,7 +36,7 @@ def told(schedule, p, m, layout=None):
     made = build(schedule, p, m)
     plan = None if layout is None else StageLayout(made.placement, layout)
     config = SimpleNamespace(num_layers=8, pipeline_model_parallel_layout=plan)
-    return announcement.lines(made, config)
+    return training_log.lines(made, config)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_unequal_layers():
 def test_shards_are_compared_with_the_whole_layer():
     """Both have the output layer; without its times shards had seemed to gain nothing."""
     made = with_shards(build('zb-v', 2, 4))
-    _, _, said, _ = announcement.lines(made, SimpleNamespace(num_layers=8))
+    _, _, said, _ = training_log.lines(made, SimpleNamespace(num_layers=8))
     assert said.startswith('simulated with F = B = W, shards 0.2: idle GPU time 3.4%, ')
     # 4 microbatches of the last rank, and the first rank's passes before and behind them
     rival, own = 4 * 3 * 1.4 + 3, 14.9
@@ -76,7 +76,7 @@ def test_a_plan_is_told_by_its_own_costs():
     """Its second stage takes four times as long."""
     costs = Costs.of([1, 4], [1, 4], [1, 4], activation=[8, 8])
     made = replace(build('zb-h1', 2, 4), costs=costs)
-    found = announcement.lines(made, SimpleNamespace(num_layers=8))
+    found = training_log.lines(made, SimpleNamespace(num_layers=8))
     assert 'simulated with the costs of the plan: idle GPU time 38.8%' in found[2]
     assert found[3] == 'simulated memory: 16 in the unit of the plan'
 

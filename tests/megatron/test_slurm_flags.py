@@ -33,10 +33,10 @@ def parsed(argv, world):
         sys.path.insert(0, CHECKOUT)
     from megatron.training import arguments as megatrons
 
-    from megatron_zbpp.launch import arguments
+    from megatron_zbpp.launch import flags
 
     original, errors = megatrons.add_megatron_arguments, io.StringIO()
-    arguments.install()
+    flags.install()
     try:
         with (
             mock.patch.object(sys, 'argv', ['pretrain_gpt.py', *argv]),

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from supported import WAITS, supports
 
 from megatron_zbpp.mcore.iteration.stages import Arguments
-from megatron_zbpp.mcore.optimizer import split_step, stepping
+from megatron_zbpp.mcore.optimizer import split_step
 from megatron_zbpp.mcore.optimizer.early_steps import EarlySteps, ForwardsAhead
+from megatron_zbpp.mcore.patches import training_loop
 
 pytestmark = [pytest.mark.each_release, pytest.mark.on_ranks(2)]
 
@@ -131,7 +132,7 @@ def test_clipping_and_rounding_are_megatrons():
 
     source = inspect.getsource(clip_grads.clip_grad_by_total_norm_fp32)
     assert 'max_norm / (total_norm + 1.0e-6)' in source and 'clip_coeff < 1.0' in source
-    rounded = [stepping._as_float32(value) for value in (0.1, None, 1e9 + 1)]
+    rounded = [training_loop._as_float32(value) for value in (0.1, None, 1e9 + 1)]
     assert rounded == [torch.tensor(0.1).item(), None, torch.tensor(1e9 + 1).item()]
 
 

@@ -296,10 +296,10 @@ def first_call(argv):
         call = call_of(model := built(), forward_step)
         wraps = {'split_vocabulary': vocabulary.OutputWrapper}
         stage = ModelStage(call, model, None, None, True, wraps)
-        actions = vocabulary.Shards([stage], [(4, 1)]).actions
+        shards = vocabulary.Shards([stage], [(4, 1)])
         packed = stage.forward(Pass(F, 0, 0), None)
-        made = actions[S](Pass(S, 1, 0), {'hidden': [packed]})
-        actions[T](Pass(T, 1, 0), {'statistics': [(made['statistics'],)]})
+        made = shards.logits(Pass(S, 1, 0), {'hidden': [packed]})
+        shards.weight_gradient(Pass(T, 1, 0), {'statistics': [(made['statistics'],)]})
         assert len(call.results) == 1 and call.num_tokens == 4
 
     def read(input_ids):

@@ -122,7 +122,7 @@ def test_benchmark(tmp_path):
 
 def test_bench(tmp_path):
     """Its turns start on all nodes; a job on other nodes has the same line, and so goes on."""
-    from megatron_zbpp.launch.bench import Bench
+    from megatron_zbpp.launch.launch_line import Bench
 
     line = ['--', 'pretrain_gpt.py', '--save', 'my folder']
     launched = launch(BENCH, tmp_path, '--rounds', '2', *line, SLURM_NNODES='2')

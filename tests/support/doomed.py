@@ -19,7 +19,8 @@ from pathlib import Path
 import pretrain_gpt
 import torch.distributed as dist
 
-from megatron_zbpp.mcore.optimizer import split_step, stepping
+from megatron_zbpp.mcore.optimizer import split_step
+from megatron_zbpp.mcore.patches import training_loop
 from megatron_zbpp.runtime.activations import copies
 
 
@@ -58,7 +59,7 @@ def main() -> None:
         'forward': ('forward_step', pretrain_gpt),
         'storage': ('bytes_of', copies),
         'pass': ('forward_step', pretrain_gpt),
-        'step': ('step', *stepping.STEPPING),
+        'step': ('step', *training_loop.STEPPING),
         'validated step': ('begin', split_step.SplitStep),
         'checkpoint': ('save', pretrain_gpt.checkpoints.dist_checkpointing),
     }[place]

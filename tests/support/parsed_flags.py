@@ -35,7 +35,6 @@ class Parsed:
 
 def parse(flags, changes):
     """On each rank: our flags behind a parser that stands for Megatron's, on two ranks."""
-    from megatron_zbpp.launch import arguments
     from megatron_zbpp.launch import flags as ours
     from megatron_zbpp.mcore import enabled
 
@@ -45,7 +44,7 @@ def parse(flags, changes):
     parser.add_argument('--kind', choices=('a', 'b'))
     ours.add_arguments(parser)
     parser.set_defaults(**{**MEGATRONS, **changes})
-    parser.parse_known_args = arguments._preparing(parser)
+    parser.parse_known_args = ours._preparing(parser)
     enabled.plugin = None
     with mock.patch.object(sys, 'argv', ['script.py']):
         found = outcome(parser.parse_args, list(map(str, flags)))

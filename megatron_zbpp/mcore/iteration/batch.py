@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import utils
@@ -20,7 +20,7 @@ from megatron_zbpp.mcore.iteration.model_checks import every_weight_gradient
 from megatron_zbpp.mcore.iteration.stages import Arguments, Call, ModelStage
 from megatron_zbpp.mcore.layers.linear import dropped_gradient
 from megatron_zbpp.mcore.lowered import Lowered
-from megatron_zbpp.mcore.model_settings import end_offloading
+from megatron_zbpp.mcore.model_settings import OFFLOADING
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.runtime import clock
 from megatron_zbpp.runtime.channels import Channels, Message
@@ -29,9 +29,6 @@ from megatron_zbpp.runtime.compat import profiler_enabled
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.measure import Iteration
 from megatron_zbpp.runtime.tables import Tables
-
-if TYPE_CHECKING:
-    from megatron_zbpp.runtime.activations.store import ActivationStore
 
 
 def profiled(p: Pass) -> AbstractContextManager:
@@ -93,7 +90,12 @@ class Executors:
             if not call.arguments.forward_only:
                 more['side'] = session.filler
                 if lowered.moves:
-                    more['activations'] = self._activations(call, stages.values())
+                    store = session.activations(call.device, self.pipeline, lowered.partners)
+                    store.tell(everything=dist.get_rank() == 0)
+                    parameters = (p for model in models for p in model.parameters())
+                    held_by = (each for s in stages.values() for each in s.wrappers.values())
+                    store.keep(parameters, [wrapper.shared for wrapper in held_by])
+                    more['activations'] = store
         own = [face.passes([*stages.values()], self.context) for face in self.faces]
         collectives = {name: each for o in own for name, each in o.collectives.items()}
         if collectives:
@@ -115,15 +117,6 @@ class Executors:
             **more,
         )
 
-    def _activations(self, call: Call, stages: Iterable[ModelStage]) -> ActivationStore:
-        lowered = self.context.lowered
-        store = self.session.activations(call.device, self.pipeline, lowered.partners)
-        store.tell(everything=dist.get_rank() == 0)
-        parameters = (p for model in call.arguments.models for p in model.parameters())
-        wrappers = (each for stage in stages for each in stage.wrappers.values())
-        store.keep(parameters, [each.shared for each in wrappers])
-        return store
-
 
 @dataclass(frozen=True)
 class Batch:
@@ -135,17 +128,6 @@ class Batch:
     call: Call
     lowered: Lowered
     executor: Executor
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Enter Megatron's own timer around the passes."""
-        timers = self.config.timers
-        if timers is not None:
-            timer = timers('forward-backward', log_level=1)
-            timer.start(barrier=self.config.barrier_with_L1_time)
-        yield
-        if timers is not None:
-            timers('forward-backward').stop()
 
     def run(self, session: Session) -> None:
         """Run the passes that are left of it."""
@@ -173,7 +155,10 @@ class Batch:
         config, arguments = self.config, self.call.arguments
         for face in session.faces:
             face.ended(self.lowered.placement, self.pipeline)
-        end_offloading(config, session.announced)
+        if getattr(config, OFFLOADING, False):  # which forgets the iteration, as by its schedules
+            # before training, it would take what an evaluation has told it for the order of that
+            offloading = schedules.off_interface
+            (offloading.reset if session.announced else offloading.reset_instance)()
         if config.finalize_model_grads_func is not None and not arguments.forward_only:
             tokens = self.call.num_tokens if config.calculate_per_token_loss else None
             more = {'pg_collection': self.groups, 'force_all_reduce': arguments.force_all_reduce}

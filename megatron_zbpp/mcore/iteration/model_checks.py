@@ -154,20 +154,19 @@ def numbered_layers(model: torch.nn.Module) -> dict[str, list[int | None]]:
 _complete: WeakSet[torch.nn.Module] = WeakSet()  # chunks that have been looked at
 
 
+@contextlib.contextmanager
 def every_weight_gradient(
     models: Sequence[torch.nn.Module], store: WeightGradStore
-) -> AbstractContextManager[None]:
+) -> Iterator[None]:
     """Enter an iteration of training, which is looked at if it is the first of these chunks.
 
     A weight that autograd did not visit took no part in it: an expert without tokens, a layer that
     is not used. One that it visited got a gradient: as such, or added to `main_grad`.
     """
-    fresh = [model for model in models if model not in _complete]
-    return _looking(fresh, store) if fresh else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _looking(models: Sequence[torch.nn.Module], store: WeightGradStore) -> Iterator[None]:
+    models = [model for model in models if model not in _complete]
+    if not models:
+        yield
+        return
     visits: dict[str, bool] = {}  # by name, whether autograd brought a gradient
     parameters = {
         name if len(models) == 1 else f'chunk {k}: {name}': parameter

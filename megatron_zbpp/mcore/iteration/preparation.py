@@ -73,16 +73,19 @@ def forward_backward(
         return original(**arguments)
     call = Arguments(**arguments)
     batch = next_iteration.take(call) or prepare(session, next_iteration, call)[0]
-    with batch.timed():
+    timers = batch.config.timers  # Megatron's own
+    if timers is not None:
+        timers('forward-backward', log_level=1).start(barrier=batch.config.barrier_with_L1_time)
+    batch.run(session)
+    if not next_iteration.stands():
+        batch = prepare(session, next_iteration, call)[0]
         batch.run(session)
-        if not next_iteration.stands():
-            batch = prepare(session, next_iteration, call)[0]
-            batch.run(session)
+    if timers is not None:
+        timers('forward-backward').stop()
     return batch.finish(session)
 
 
 def _refuse_delayed(model: torch.nn.Module | list[torch.nn.Module] | None) -> None:
-    """Raise for modules whose weight gradients only our W passes would compute."""
     for module in model if isinstance(model, list) else [model]:
         if module is not None and transformer_engine.delaying_modules(module):
             raise NotImplementedError(
@@ -219,10 +222,9 @@ def _announce(
     session: Session, faces: Sequence[Face], lowered: Lowered, one: Placement, chunk: Any
 ) -> None:
     session.announced = True
-    from megatron_zbpp.mcore.iteration.announcement import lines, losses_from_scratch
+    from megatron_zbpp.mcore.training_log import lines, losses_from_scratch
 
-    schedules = (face.announced(lowered) for face in faces)
-    others = (schedule for schedule in schedules if schedule is not lowered.schedule)
+    others = filter(None, (face.announced(lowered) for face in faces))
     config = get_model_config(chunk)
     notes = (note for face in faces for note in face.notes(config))
     for line in (*lines(next(others, lowered.schedule), config), *notes):

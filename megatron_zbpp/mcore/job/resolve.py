@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_zbpp.emulation import cpu, te
 from megatron_zbpp.ir import Placement, Schedule
@@ -24,9 +24,6 @@ from megatron_zbpp.mcore.options import Checks, Names
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import BY_FLAG, Request, Settings
 from megatron_zbpp.runtime.log import job_log
-
-if TYPE_CHECKING:
-    from megatron_zbpp.ir.formats import PlanFile
 
 
 @dataclass(frozen=True)
@@ -103,10 +100,23 @@ def resolve(request: Request, facts: Facts) -> Job:
 
             plan = load_plan(Path(request.file))
     if plan is not None:
-        source = plan.schedule
-        if several:
-            _take_plan(job, request, plan, facts, sizes)
-            sizes = sizes.with_(job.writes)
+        source, file = plan.schedule, request.file or ''
+    if plan is not None and several:
+        granularity = getattr(facts.settings, 'recompute_granularity', None)
+        with checks.one('recompute_granularity'):
+            if plan.selective and granularity != 'selective':
+                raise ValueError(
+                    f"{file} was planned with Megatron's selective recomputation, without which it "
+                    'holds more: give {recompute_granularity:selective}, or plan without --actions '
+                    'selective'
+                )
+        if plan.lacks:
+            job_log.warning(f'{file}: {plan.lacks}')
+        if plan.layout is not None:
+            with checks.one('pipeline_model_parallel_layout'):
+                job.writes |= sizes.planned(plan.layout, file)
+                job.notes.append(f'layers as the plan has them: {plan.layout}')
+        sizes = sizes.with_(job.writes)
     if source is None:
         return job
     if countable and chunks is None:
@@ -121,24 +131,6 @@ def resolve(request: Request, facts: Facts) -> Job:
     elif job.settings is not None:
         _take_schedule(job, job.settings, facts, sizes, countable)
     return job
-
-
-def _take_plan(job: Job, request: Request, plan: PlanFile, facts: Facts, sizes: Sizes) -> None:
-    """Write the layout of a plan, if it has one and it is of this model."""
-    file, granularity = request.file or '', getattr(facts.settings, 'recompute_granularity', None)
-    with job.checks.one('recompute_granularity'):
-        if plan.selective and granularity != 'selective':
-            raise ValueError(
-                f"{file} was planned with Megatron's selective recomputation, without which it "
-                'holds more: give {recompute_granularity:selective}, or plan without --actions '
-                'selective'
-            )
-    if plan.lacks:
-        job_log.warning(f'{file}: {plan.lacks}')
-    if plan.layout is not None:
-        with job.checks.one('pipeline_model_parallel_layout'):
-            job.writes |= sizes.planned(plan.layout, file)
-            job.notes.append(f'layers as the plan has them: {plan.layout}')
 
 
 def _take_schedule(
@@ -187,8 +179,7 @@ def _take_schedule(
         with checks.one('pipeline_model_parallel_layout'):
             job.writes |= sizes.placed(job.placement)
     if job.programs.runs_ahead:
-        context = Context(sources, placement=job.placement)
-        waits = check(context, rules.BARRIERS, names)
+        waits = check(Context(sources, placement=job.placement), rules.BARRIERS, names)
         job.notes += [f'all ranks wait: {each}' for each in waits]
 
 

@@ -13,6 +13,7 @@ line `effect: EFFECT` holds for the rows behind it. Texts name settings in brace
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -137,7 +138,6 @@ _NOT_COUNTING = {'none', 'aux_loss', 'seq_aux_loss', 'sinkhorn'}
 
 
 def _more_shards(value: Any, c: Context, *sizes: str) -> bool:
-    """Return True if a weight has more shards than tensor-parallel ranks."""
     ranks = next((size for name in sizes if (size := c.get(name))), 1)
     return bool(value) and int(value) > ranks
 
@@ -150,7 +150,6 @@ def _graphs_of_passes(value: Any, c: Context) -> Any:
 
 
 def _with_state(layers: Any, c: Context) -> bool:
-    """Return True if some layers of a hybrid model cannot run slice by slice."""
     if not layers:
         return False
     if c.first(HYBRID) != HYBRID[0] or set(layers) - set('*-E|'):  # attention, MLP, experts
@@ -318,7 +317,7 @@ _OVERLAPPED = (  # pairs of a forward and a backward that run as one
     for (first, name), clash in CLASHES.items()
     if first == OVERLAP
 )
-REFUSALS = tuple(
+RULES = tuple(
     rows(
         """
 # Megatron-Bridge
@@ -497,20 +496,13 @@ attention_backend is `flash` or `fused`: its kernels need a GPU | give {attentio
 context_parallel_size is above 1 if no attention of its own: the kernels of Megatron's own attention
     over a split sequence need a GPU | give {context_parallel_size:1}, or {spec} with an attention
     that can
-""".replace('(overlapped)', '\n'.join(_OVERLAPPED)).replace('(in a loop)', ' | '.join(IN_A_LOOP))
-    )
-)
-SUPERSEDED = tuple(
-    rows("""
+
 effect: ignored
 # every schedule
 defer_embedding_wgrad_compute: the schedule places all W passes
 # W passes
 delay_wgrad_compute: the schedule places all W passes
-""")
-)
-BARRIERS = tuple(
-    rows("""
+
 effect: barrier
 # post-validation and asynchronous schedules
 exit_duration_in_mins: ranks agree on the time in each iteration | leave the end to the job
@@ -529,11 +521,8 @@ mtp_num_layers if both ends on two ranks: first and last rank sum the gradients 
     copies of the embedding | use a schedule with a V
 log_interval is 1: each line gathers the timers of all ranks | {log_interval:10} or more
 timing_log_level if `barrier_with_L1_time`: timers wait for all ranks | {barrier_with_L1_time:off}
-""")
-)
-WAITS_BY_OPTIMIZER = tuple(
-    rows("""
-effect: waits
+
+effect: the optimizer waits
 # post-validation
 optimizer_cpu_offload: the host steps in its own time
 optimizer_cuda_graph: a captured step steps what it was captured with
@@ -543,29 +532,19 @@ main_params_dtype, exp_avg_dtype, exp_avg_sq_dtype is other than fp32 and bf16 i
     `use_precision_aware_optimizer`: the optimizer keeps scales of that state to itself
 use_megatron_fsdp: parameters are gathered amid the step
 fp8_param_gather: weights are quantized anew amid the step
-""")
-)
-WAITS_BY_MODEL = tuple(
-    rows("""
-effect: waits
-# post-validation
+effect: the model waits
 fp8_recipe is `delayed` if `fp8`: forwards that are dropped would leave their scales
-""")
-)
-WAITS_BY_LOOP = tuple(
-    rows("""
-effect: waits
-# post-validation
+effect: the loop waits
 save_activations_interval, save_tokens_per_expert_interval, save_dgrads_interval,
     log_max_attention_logit, qk_clip, moe_routing_trace_path: it takes all forwards of an iteration
     to run when Megatron asks for them
 rerun_mode is other than `disabled`: an iteration runs again from where its data and random states
     were noted, and forwards would have begun before that | give {rerun_mode:disabled}
-""")
+""".replace('(overlapped)', '\n'.join(_OVERLAPPED)).replace('(in a loop)', ' | '.join(IN_A_LOOP))
+    )
 )
-RULES = (
-    *(*REFUSALS, *SUPERSEDED, *BARRIERS),
-    *(*WAITS_BY_OPTIMIZER, *WAITS_BY_MODEL, *WAITS_BY_LOOP),
+REFUSALS, SUPERSEDED, BARRIERS, WAITS_BY_OPTIMIZER, WAITS_BY_MODEL, WAITS_BY_LOOP = (
+    tuple(group) for _, group in itertools.groupby(RULES, key=lambda rule: rule.effect)
 )
 
 

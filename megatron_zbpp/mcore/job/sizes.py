@@ -191,7 +191,6 @@ class Sizes:
         }
 
     def _placed_hybrid(self, name: str, placement: Placement) -> dict[str, Any]:
-        """Return the pattern of a hybrid model, divided among the stages."""
         pattern = getattr(self, name)
         if not isinstance(pattern, str):
             return {}  # a ratio, of releases that know no segments
@@ -265,23 +264,18 @@ class Sizes:
 
         None where Megatron cannot share out its layers so: then there is no such training.
         """
-        given, hybrid = self.pipeline_model_parallel_layout, self.hybrid_layers()
+        given, hybrid = self.pipeline_model_parallel_layout, model_settings.hybrid(self)
         where = Placement.loop(self.ranks, self.num_chunks() or 1)
-        mtp = self.mtp_num_layers or 0
-        if hybrid is not None:
-            name = model_settings.hybrid(self)
-            counts, total = hybrid, sum(hybrid)
-            mtp = '/' in str(getattr(self, name or ''))
-        elif given is not None:
+        if hybrid is None and given is not None:
             return layout.text_of_stages(given)
-        else:
-            counts, total = [], self.num_layers or 0
-        if total < where.num_stages:
+        mtp = '/' in str(getattr(self, hybrid)) if hybrid else self.mtp_num_layers or 0
+        counts = self.hybrid_layers() or [self.num_layers or 0]
+        if sum(counts) < where.num_stages:
             return None
         if len(counts) != where.num_stages:
             fixed = self.fixed_layers(where)
             try:
-                counts = layers_per_stage(total, where, *self.counted_ends, fixed)
+                counts = layers_per_stage(sum(counts), where, *self.counted_ends, fixed)
             except ValueError:
                 return None  # stages of ours may do, or are refused by their own numbers
         return layout_string(counts, mtp)

@@ -36,8 +36,7 @@ _CONVERSION = 'megatron.bridge.models.conversion.model_bridge:MegatronModelBridg
 
 def patches(placement: Placements) -> Iterator[Patch]:
     """Yield the patches that keep the embedding and its copy equal."""
-    setup = around(_tying, placement, [])
-    yield Patch(_LANGUAGE, 'setup_embeddings_and_output_layer', setup)
+    yield Patch(_LANGUAGE, 'setup_embeddings_and_output_layer', around(_tying, placement, []))
     users = (f'{_FINALIZE}:finalize_model_grads',)
     yield Patch(_FINALIZE, SUM, around(_summing_tied_copies), users)
     share = 'distribute_main_replicas_with_precomputed_distribution'

@@ -27,7 +27,7 @@ from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.side_effects import SideEffects
 from megatron_zbpp.post_validation import STEP
 from megatron_zbpp.post_validation.data_iterators import ReplayIterator
-from megatron_zbpp.post_validation.protocol import PartialReduction, PostValidation
+from megatron_zbpp.post_validation.protocol import PartialReduction
 from megatron_zbpp.post_validation.speculative_step import KEPT_BYTES
 from megatron_zbpp.post_validation.watch import Watch, Watched, any_bits, summary
 from megatron_zbpp.runtime.compat import unseen_by_autograd
@@ -149,8 +149,7 @@ class Watching:
             changes.append(RANDOM)
         entry = EntryState(models, self._hashes)
         self._steps += 1
-        device = next(models[0].parameters()).device
-        agreement = Agreement(entry, watch, changes, device)
+        agreement = Agreement(entry, watch, changes, next(models[0].parameters()).device)
         if watch is not None:
             watch.hide()
         return agreement
@@ -195,8 +194,8 @@ class ForwardsAhead(NextIteration):
         self._agreement: Agreement | None = None
 
     def replayed(self, iterator: Iterator | None) -> Iterator | None:
-        if iterator is None or self._session.post_validation is None:
-            return iterator
+        if iterator is None:
+            return None
         return self._replayed.setdefault(id(iterator), ReplayIterator(iterator))
 
     def take(self, arguments: Arguments) -> Batch | None:
@@ -206,7 +205,7 @@ class ForwardsAhead(NextIteration):
         if not arguments.forward_only:
             self._repeats = latest is not None and _alike(latest, arguments)
             new = latest is not None and not self._repeats
-            if new and self._session.post_validation is not None and not self._told:
+            if new and not self._told:
                 self._told = True
                 job_log.warning(
                     WAIT,
@@ -256,7 +255,7 @@ class ForwardsAhead(NextIteration):
         latest = self.latest
         if latest is None or not self._repeats:
             return False
-        ahead = self._chunks_ahead(latest.num_microbatches)
+        ahead = self.chunks_ahead(latest.num_microbatches)
         for iterator in {id(i): i for i in latest.iterators if i is not None}.values():
             replay = self._replayed[id(iterator)]
             chunks = [c for c, other in enumerate(latest.iterators) if other is iterator]
@@ -265,20 +264,13 @@ class ForwardsAhead(NextIteration):
                 return False
         return True
 
-    def _chunks_ahead(self, num_microbatches: int) -> list[int]:
+    def chunks_ahead(self, num_microbatches: int) -> list[int]:
         """Return the chunk of each pass that this rank may run ahead."""
         iteration: Any = self._session.latest  # whose optimizer step is where this is asked
         group, rank = iteration.pp_group, iteration.pp_group.rank()
         lowered = self._session.programs.lowered(group.size(), num_microbatches, False)
         held, passes = lowered.placement.stages(rank), lowered.schedule.passes[rank]
         return [held.index(p.stage) for p in passes[: lowered.ahead[rank]]]
-
-    def share_of_activations(self) -> float:
-        """Return the share of the peak that forwards ahead hold, and one more while it runs."""
-        iteration, latest = self._session.latest, self.latest
-        assert iteration is not None and latest is not None, 'as where it is `possible`'
-        ahead = len(self._chunks_ahead(latest.num_microbatches))
-        return (ahead + 1) / max(1, *iteration.record.live)
 
     def run(self, ranks: int) -> None:
         """Run the forwards of this rank that go ahead if the first `ranks` of the chain do."""
@@ -356,11 +348,16 @@ class EarlySteps:
         self._alone: Any = None  # a group of this rank only
         self._reductions: dict[dist.ProcessGroup, PartialReduction] = {}
 
-    def step(
-        self, optimizer: Any, original: Callable, post_validation: PostValidation, pp_group: Any
-    ) -> Any:
+    @property
+    def agreed(self) -> bool:
+        """True if ranks need not ask each other for the result of the latest step."""
+        return self._session.overlaps
+
+    def step(self, optimizer: Any, original: Callable) -> Any:
         """Take one step; return the result of `original`, the optimizer's own `step`."""
-        call = self._next.latest
+        post_validation, iteration = self._session.post_validation, self._session.latest
+        assert post_validation is not None and iteration is not None, 'else Megatron takes it'
+        pp_group, call = iteration.pp_group, self._next.latest
         if call is None or not self._possible_for(optimizer, call):
             with self._session.watchdog.collective(STEP):
                 return original(optimizer)
@@ -370,7 +367,9 @@ class EarlySteps:
             self._reductions[pp_group] = PartialReduction(pp_group, order, device)
 
         def kept(device: torch.device) -> int:
-            share = self._next.share_of_activations()
+            ahead = len(self._next.chunks_ahead(call.num_microbatches))
+            # of the peak, what forwards ahead hold, and one more while it runs
+            share = (ahead + 1) / max(1, *iteration.record.live)
             return most_kept(device, share, self._session.settings.kept_gib)
 
         split = split_step.SplitStep(optimizer, original, self._alone, kept)

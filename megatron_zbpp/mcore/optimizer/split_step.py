@@ -226,7 +226,8 @@ class SplitStep:
         with replaced(clip_grads, compat.SCALE_BY_TENSOR, None):
             norm = original(grads, norm_type, grad_stats_parallel_group=self._alone)
         # the root of a float32, in float64: its square rounds to that float32 again
-        self._norms.append(self._sum(norm * norm, grad_stats_parallel_group))
+        local, group = norm * norm, grad_stats_parallel_group
+        self._norms.append(Reduction(local, dist.ReduceOp.SUM, group, self._device))
         return norm
 
     def _begin_count(
@@ -234,11 +235,9 @@ class SplitStep:
     ) -> float:
         """Count the zeros of this rank, as `count_zeros_fp32`, and begin the sum of all."""
         zeros = original(parameters, self._alone, **more)
-        self._zeros.append(self._sum(zeros, grad_stats_parallel_group))
+        group = grad_stats_parallel_group
+        self._zeros.append(Reduction(zeros, dist.ReduceOp.SUM, group, self._device))
         return zeros
-
-    def _sum(self, local: float, group: Any) -> Reduction:
-        return Reduction(local, dist.ReduceOp.SUM, group, self._device)
 
     def try_step(self) -> None:
         left = self._most_kept(self._device)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -24,13 +24,11 @@ from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore import layout as layouts
 from megatron_zbpp.mcore.patches.registry import Patch, around, replaced
+from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.runtime.log import job_log
 
 Placements = Callable[[int], Placement]  # of so many pipeline ranks
-Agree = Callable[[Mapping[str, object], dist.ProcessGroup], None]  # on settings, in a group
 Reads = Callable[[int], int]  # of a chunk here, the data-parallel rank
-Allow = Callable[[int], None]  # raises for replicas that the schedule cannot run on
-LAYOUT = 'PipelineParallelLayerLayout'
 
 _CONFIG = 'megatron.core.transformer.transformer_config'
 _LANGUAGE = 'megatron.core.models.common.language_module.language_module:LanguageModule'
@@ -39,20 +37,21 @@ _BUILDERS = 'megatron.training.models.dist_utils'  # from 0.18 on
 _building: list[bool] = []
 
 
-def patches(placement: Placements, agree: Agree, reads: Reads, allow: Allow) -> Iterator[Patch]:
+def patches(session: Session, reads: Reads) -> Iterator[Patch]:
     """Yield the functions that tell the place of the first stage, and their dependants."""
+    placement = session.programs.placement
     stage, groups = 'megatron.core.pipeline_parallel.utils', 'megatron.core.parallel_state'
     asks = (f'{_LANGUAGE}._is_in_embd_group',)
     for owner, name, ours, looked_up_by in (
         (stage, 'is_pp_first_stage', around(_is_pp_first_stage, placement), asks),
         (groups, 'is_pipeline_first_stage', around(_is_pipeline_first_stage, placement), ()),
-        (groups, 'initialize_model_parallel', around(_with_ranks, placement, agree, allow), ()),
+        (groups, 'initialize_model_parallel', around(_with_ranks, session), ()),
         (compat.segments_module(), compat.SELECT_SEGMENT, around(_segments, placement), ()),
     ):
         if owner is not None:
             yield Patch(owner, name, ours, looked_up_by, everywhere=True)
-    makes = (f'{_CONFIG}:TransformerConfig.__post_init__',)
-    yield Patch(_CONFIG, LAYOUT, functools.partial(_Layouts, placement), makes)
+    layout, makes = 'PipelineParallelLayerLayout', (f'{_CONFIG}:TransformerConfig.__post_init__',)
+    yield Patch(_CONFIG, layout, functools.partial(_Layouts, placement), makes)
     yield Patch(_LANGUAGE, '__init__', around(_refusing, placement))
 
     # asked by NVIDIA's scripts before they read a batch, and before they build its data
@@ -93,26 +92,26 @@ def _is_pipeline_first_stage(
     return first and (ignore_virtual or not vp_stage)
 
 
-def _with_ranks(
-    placement: Placements, agree: Agree, allow: Allow, original: Callable, *args: Any, **kwargs: Any
-) -> None:
+def _with_ranks(session: Session, original: Callable, *args: Any, **kwargs: Any) -> None:
     """Run `initialize_model_parallel` once all ranks want the same groups."""
+    programs = session.programs
     bound = inspect.signature(original).bind(*args, **kwargs)
     given = bound.arguments.get('get_embedding_ranks') or parallel_state.default_embedding_ranks
 
     def get_embedding_ranks(pp_ranks: list[int]) -> list[int]:
-        if len(pp_ranks) == 1 or placement(len(pp_ranks)).only_route[0] == 0:
+        if len(pp_ranks) == 1 or programs.placement(len(pp_ranks)).only_route[0] == 0:
             return given(pp_ranks)
         return [pp_ranks[-1]]
 
     plain = (int, str, type(None))
     sizes = {name: value for name, value in bound.arguments.items() if isinstance(value, plain)}
     if dist.group.WORLD is not None:  # without, Megatron says what is missing
-        agree(sizes, dist.group.WORLD)  # ranks that want other groups would wait for each other
+        # ranks that want other groups would wait for each other
+        session.agree(sizes, dist.group.WORLD)
     bound.arguments['get_embedding_ranks'] = get_embedding_ranks
     original(*bound.args, **bound.kwargs)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        allow(parallel_state.get_data_parallel_world_size())
+        programs.require_pairs(parallel_state.get_data_parallel_world_size())
 
 
 class _Layouts:
@@ -187,7 +186,6 @@ def _with_whole_batch(placement: Placements, original: Callable, *args: Any, **k
 def _with_chunks(
     placement: Placements, original: Callable, model_provider: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Refuse a model of several chunks a rank whose provider would not know which it builds."""
     size = parallel_state.get_pipeline_model_parallel_world_size()
     chunks = placement(size).num_chunks if size > 1 else 1
     if chunks > 1:

@@ -99,22 +99,19 @@ class StageNorms:
         waits = self._endless.versions is None or self._endless.late
         by_stage = not waits and self._session.settings.clip in (None, STAGE)
         if by_stage and self.possible is None:
-            self.possible = self._agree(optimizer)
+            possible = self.decide(agreement.reasons(_why_not_by_stage(optimizer)))
+            if possible and leaves(optimizer)[0].config.log_num_zeros_in_grad:
+                raise NotImplementedError(
+                    'log_num_zeros_in_grad=True is unsupported where each stage clips by its own '
+                    'norm, because the log would have the zeros of the last stage alone: drop '
+                    '--log-num-zeros-in-grad, or give --pipeline-clip global'
+                )
+            self.possible = possible
         with ExitStack() as stack:
             for leaf in leaves(optimizer) if by_stage and self.possible else ():
                 group, name = _of_stage(leaf), 'get_grad_stats_parallel_group'
                 stack.enter_context(replaced(leaf, name, lambda group=group: group))
             yield
-
-    def _agree(self, optimizer: MegatronOptimizer) -> bool:
-        possible = self.decide(agreement.reasons(_why_not_by_stage(optimizer)))
-        if possible and leaves(optimizer)[0].config.log_num_zeros_in_grad:
-            raise NotImplementedError(
-                'log_num_zeros_in_grad=True is unsupported where each stage clips by its own norm, '
-                'because the log would have the zeros of the last stage alone: drop '
-                '--log-num-zeros-in-grad, or give --pipeline-clip global'
-            )
-        return possible
 
     def decide(self, refused: list[str]) -> bool:
         """Return True if no rank has a reason against clipping by stage; tell the user."""
@@ -218,7 +215,7 @@ class AnnealedRates:
 
 
 class AsynchronousSteps:
-    """Takes the steps of one optimizer, in place of `mcore.optimizer.stepping`."""
+    """Takes the steps of one optimizer, as `EarlySteps` does."""
 
     def __init__(self, session: Session, endless: EndlessTraining) -> None:
         self._session, self._endless = session, endless

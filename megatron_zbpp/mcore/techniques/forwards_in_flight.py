@@ -99,12 +99,10 @@ def _sees(module: torch.nn.Module, forward: Callable[[], Any]) -> bool:
 
 
 def _trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    own = module.parameters(recurse=False)
-    return [each for each in own if each.requires_grad]
+    return [each for each in module.parameters(recurse=False) if each.requires_grad]
 
 
 def _tensors(nested: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in tuples, lists and dicts."""
     if isinstance(nested, torch.Tensor):
         yield nested
     elif isinstance(nested, dict | tuple | list):
@@ -195,8 +193,7 @@ class BetweenCalls:
         if self._watched is None or self._watched[0] != models:
             self._watch = None
         else:
-            modes = _training(models) != self._training
-            self._compare(['train() or eval()'] if modes else [])
+            self._compare(['train() or eval()'] if _training(models) != self._training else [])
 
     def _compare(self, found: list[str]) -> None:
         watch, self._watch = self._watch, None

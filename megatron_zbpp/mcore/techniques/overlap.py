@@ -121,6 +121,3 @@ class Overlap(Face):
             return None
         require(context.chunks, context.arguments.forward_step_func)
         return OverlapWrapper
-
-
-FACE = Overlap

@@ -56,6 +56,3 @@ class Recompute(Face):
     def begin(self, context: CallContext) -> Wrap:
         begun = {} if context.arguments.forward_only else self._begun
         return functools.partial(RecomputeWrapper, begun)
-
-
-FACE = Recompute

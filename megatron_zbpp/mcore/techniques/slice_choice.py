@@ -57,8 +57,7 @@ def settled(
         """Return the simulated iteration with these slices; stages have as many layers each."""
         assert isinstance(schedule, str)
         shape, chunks = (num_ranks, max(counts), len(sizes)), settings.num_chunks
-        limit = settings.memory_limit
-        made = in_slices(schedule, *shape, num_chunks=chunks, memory_limit=limit)
+        made = in_slices(schedule, *shape, num_chunks=chunks, memory_limit=settings.memory_limit)
         costs = Costs.uniform(made.placement, forward, backward, weight)
         return simulate(made, in_parts(costs, sizes, attention))
 

@@ -277,6 +277,3 @@ class Sliced(Face):
             return None  # of slices that were to be found, there is one
         require(context.arguments)
         return functools.partial(SliceWrapper, self._cuts, self.running)
-
-
-FACE = Sliced

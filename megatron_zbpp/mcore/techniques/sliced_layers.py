@@ -210,7 +210,6 @@ def _cutting(
 
 
 def _cut(name: str, value: Any, part: Slice) -> Any:
-    """Return an argument of the model for a slice, if it is known how to cut it."""
     if value is None or name == _AS_IT_IS:
         return value
     if name not in (*_OF_TOKENS, _MASK):

@@ -99,19 +99,13 @@ class Lookups:
         self._tokens: dict[tuple, torch.Tensor] = {}  # by `key_of`
         self._sum: torch.Tensor | None = None
 
-    @property
-    def actions(self) -> dict[str, Any]:
-        """By kind of pass."""
-        actions = {graph.READ: self._read, graph.LOOKUP: self._look_up}
-        return {**actions, graph.SCATTER: self._scatter}
-
-    def _read(self, p: Pass, inputs: Inputs) -> Outputs:
+    def read(self, p: Pass, inputs: Inputs) -> Outputs:
         assert self._first is not None, 'D is on the first stage'
         if p.slice == 0:
             self._of_slices = self._first.read(p).split(self._lengths, 1)
         return {graph.TOKENS: self._of_slices[p.slice].contiguous()}
 
-    def _look_up(self, p: Pass, inputs: Inputs) -> Outputs:
+    def look_up(self, p: Pass, inputs: Inputs) -> Outputs:
         ((tokens,),) = inputs.values()
         assert isinstance(tokens, torch.Tensor)
         if not self._stage.call.arguments.forward_only:
@@ -119,7 +113,7 @@ class Lookups:
         with torch.no_grad():
             return {graph.EMBEDDING: self._shard(tokens, self._shard.look_up)}
 
-    def _scatter(self, p: Pass, inputs: Inputs) -> Outputs:
+    def scatter(self, p: Pass, inputs: Inputs) -> Outputs:
         ((gradient,),) = inputs.values()
         assert isinstance(gradient, torch.Tensor)
         tokens = self._tokens.pop(key_of(p))
@@ -160,7 +154,6 @@ class SplitEmbedding(Face):
         looked_up = tuple(Message((b, s, h), rows.dtype, rows.device) for s, b, h in shapes)
         messages = {graph.TOKENS: words, graph.EMBEDDING: looked_up}
         messages[graph.EMBEDDING_GRADIENT] = looked_up
-        return Passes(Lookups(stages, [s for s, *_ in shapes]).actions, messages)
-
-
-FACE = SplitEmbedding
+        lookups = Lookups(stages, [s for s, *_ in shapes])
+        actions = {graph.READ: lookups.read, graph.LOOKUP: lookups.look_up}
+        return Passes({**actions, graph.SCATTER: lookups.scatter}, messages)

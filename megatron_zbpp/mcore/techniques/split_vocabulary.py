@@ -26,7 +26,6 @@ from megatron_zbpp.mcore.techniques import vocabulary_shards as shards
 from megatron_zbpp.mcore.techniques.vocabulary_shards import DROP, OutputShard, combined, losses_of
 from megatron_zbpp.runtime.channels import Message
 from megatron_zbpp.runtime.stage import (
-    Action,
     Backward,
     ForwardStep,
     Inputs,
@@ -163,12 +162,7 @@ class Shards:
         self._kept: dict[tuple, tuple[shards.Logits, torch.Tensor]] = {}  # by `key_of`
         self._losses: dict[int, list[torch.Tensor]] = {}  # by microbatch, of slices so far
 
-    @property
-    def actions(self) -> dict[str, Action]:
-        """By kind of pass."""
-        return {S: self._logits, T: self._weight_gradient}
-
-    def _logits(self, p: Pass, inputs: Inputs) -> Outputs:
+    def logits(self, p: Pass, inputs: Inputs) -> Outputs:
         """S: the logits of the shard, and its part of the gradient of hidden states."""
         shard = shard_of(self._stage.model)
         ((packed,),) = inputs.values()
@@ -190,7 +184,7 @@ class Shards:
 
         return {STATISTICS: combined(shards.gathered(own, shard.tp)), GRADIENT: part}  # pyright: ignore[reportReturnType]
 
-    def _weight_gradient(self, p: Pass, inputs: Inputs) -> Outputs:
+    def weight_gradient(self, p: Pass, inputs: Inputs) -> Outputs:
         """T: the gradient of the shard, and on the rank of the loss the losses."""
         ((statistics,),) = inputs.values()
         made, weights = self._kept.pop(key_of(p))
@@ -274,7 +268,5 @@ class SplitVocabulary(Face):
     def passes(self, stages: Sequence[ModelStage], context: CallContext) -> Passes:
         messages = exchanges(context)
         rows = [(message.shape or ())[:-1] for message in messages[GRADIENT]]
-        return Passes(Shards(stages, rows).actions, messages)
-
-
-FACE = SplitVocabulary
+        run = Shards(stages, rows)
+        return Passes({S: run.logits, T: run.weight_gradient}, messages)

@@ -38,16 +38,13 @@ class TwoWay(Face):
         # by the group of a replica's pipeline: the group of the ranks that run one schedule
         self._pipelines: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
-    def allow(self, size: int) -> None:
-        self.session.programs.require_pairs(size)
-
     def data_parallel_rank(self, chunk: int) -> int | None:
         self._chunks_asked_for.add(chunk)
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
         if ranks == 1:
             return None
         programs, size = self.session.programs, parallel_state.get_data_parallel_world_size()
-        self.allow(size)
+        programs.require_pairs(size)
         replica = dist.get_rank(cast(dist.ProcessGroup, parallel_state.get_data_parallel_group()))
         copies, apart = programs.num_replicas, size // programs.num_replicas
         where = programs.whole_placement(ranks)
@@ -60,7 +57,7 @@ class TwoWay(Face):
         """Return the group of the ranks that run one schedule; made once, by all in one order."""
         session, programs, pipeline = self.session, self.session.programs, groups.pp
         if pipeline not in self._pipelines:
-            self.allow(groups.dp.size())
+            programs.require_pairs(groups.dp.size())
             placement = programs.placement(pipeline.size())
             ends, held = (0, placement.num_stages - 1), placement.stages(pipeline.rank())
             reading = {chunk for chunk, stage in enumerate(held) if stage in ends}
@@ -71,7 +68,13 @@ class TwoWay(Face):
             with session.collective('groups of the ranks of two replicas'):
                 own = dist.get_process_group_ranks(pipeline), pair, unasked
                 dist.all_gather_object(found, own)
-                require_asked(programs.source.name, not any(unasked for *_, unasked in found))
+                if any(unasked for *_, unasked in found):
+                    raise ValueError(
+                        f'with {programs.source.name} a chunk may read the data of another '
+                        'replica, and this loop never asked whose: take '
+                        'megatron_zbpp.data_parallel_rank(vp_stage) where it has '
+                        'parallel_state.get_data_parallel_rank()'
+                    )
                 for ranks in sorted({_both(found, own) for own, *_ in found}):
                     group = dist.new_group(list(ranks))
                     if dist.get_rank() in ranks:
@@ -119,16 +122,6 @@ def _both(found: list[Any], own: list[int]) -> tuple[int, ...]:
     return ranks
 
 
-def require_asked(schedule: str, asked: bool) -> None:
-    """Raise ValueError if the loop never asked whose data a chunk reads."""
-    if not asked:
-        raise ValueError(
-            f'with {schedule} a chunk may read the data of another replica, and this '
-            'loop never asked whose: take megatron_zbpp.data_parallel_rank(vp_stage) where it has '
-            'parallel_state.get_data_parallel_rank()'
-        )
-
-
 def _require_same(one: tuple[int, _Digests], other: tuple[int, _Digests]) -> None:
     for j, (mine, theirs) in enumerate(zip(one[1], other[1], strict=False)):
         differ = [name for name in mine if theirs.get(name, mine[name]) != mine[name]]
@@ -152,6 +145,3 @@ def _digests(item: Any, name: str = 'item') -> dict[str, str]:
     for key, part in item.items() if isinstance(item, Mapping) else ():
         found |= _digests(part, f'{name}[{key!r}]')
     return found
-
-
-FACE = TwoWay

@@ -20,7 +20,6 @@ from megatron.core.utils import unwrap_model
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.graph import R
 from megatron_zbpp.mcore.faces import CallContext, Face, Wrap
-from megatron_zbpp.mcore.iteration.batch import NextIteration
 from megatron_zbpp.mcore.iteration.stages import ModelStage
 from megatron_zbpp.mcore.lowered import Lowered
 from megatron_zbpp.mcore.patches.registry import Patch, around
@@ -55,19 +54,13 @@ class VersionWrapper(Wrapper):
         return inner(backward)
 
 
-def maker(
-    session: Session,
-    endless: EndlessTraining,
-    flight: NextIteration,
-    lowered: Lowered,
-    models: list[torch.nn.Module],
-    rank: int,
-) -> Wrap:
+def maker(session: Session, endless: EndlessTraining, context: CallContext) -> Wrap:
     """Return the maker of wrappers that give passes the weights that they ask for.
 
     Raise ValueError if copies of tied embeddings would be stepped at two rates (PipeMare's T1).
     """
-    calls, updates = lowered.calls, updates_of(lowered.schedule.graph)
+    arguments, lowered, flight, _, rank, _ = context
+    models, calls, updates = arguments.models, lowered.calls, updates_of(lowered.schedule.graph)
     assert calls is not None and updates is not None, 'of an asynchronous schedule'
     assert isinstance(flight, ForwardsInFlight), 'as the plugin chooses'
     if updates.backward == CORRECTED and session.settings.anneal_steps != 0:
@@ -83,7 +76,6 @@ def maker(
     first_ahead, ahead, held = calls.ahead(0), calls.ahead(rank), lowered.placement.stages(rank)
 
     def make() -> Versions:
-        """Return the versions of the weights of this rank's stages, before the first call."""
         endless.at_end.callback(require_seen(models))
         for model in unwrap_model(models):
             hook = model.register_state_dict_pre_hook(lambda *_: endless.finish_step())
@@ -206,26 +198,23 @@ class Updating(Face):
         super().__init__(session)
         settings = session.settings
         self.endless = EndlessTraining(settings.clip is None, settings.async_warmup_steps)
-
-    def next_iteration(self) -> NextIteration:
-        return ForwardsInFlight(self.session, self.endless)
-
-    def optimizer_steps(self) -> AsynchronousSteps:
-        return AsynchronousSteps(self.session, self.endless)
+        self.next_iteration = ForwardsInFlight(session, self.endless)
+        self.optimizer_steps = AsynchronousSteps(session, self.endless)
 
     def finish_step(self) -> None:
         self.endless.finish_step()
 
     def patches(self) -> Iterator[Patch]:
-        return checkpoint_patches(self.endless)
+        yield from checkpoint_patches(self.endless)
+        yield from self.optimizer_steps.patches()
 
     def drains(self, forward_only: bool) -> bool:
         return not forward_only and self.endless.warms_up()
 
-    def announced(self, lowered: Lowered) -> Schedule:
+    def announced(self, lowered: Lowered) -> Schedule | None:
         schedule, session = lowered.schedule, self.session
         if lowered.calls is not None:
-            return schedule
+            return None
         job_log.info(
             '%d optimizer steps of %s before', session.settings.async_warmup_steps, schedule.name
         )
@@ -233,12 +222,11 @@ class Updating(Face):
         return session.programs.lowered(*sizes, forward_only=False).schedule
 
     def begin(self, context: CallContext) -> Wrap | None:
-        arguments, lowered, flight, _, rank, _ = context
-        if arguments.forward_only:
+        if context.arguments.forward_only:
             self.endless.finish_step()  # an evaluation has the newest weights
-        if lowered.calls is None:
+        if context.lowered.calls is None:
             return None
-        return maker(self.session, self.endless, flight, lowered, arguments.models, rank)
+        return maker(self.session, self.endless, context)
 
     def tables(self, context: CallContext, tables: Tables) -> Tables:
         assert context.lowered.calls is not None, 'else it is not at work'
@@ -246,6 +234,3 @@ class Updating(Face):
 
     def enter(self, executor: Executor) -> None:
         self.endless.enter(executor)
-
-
-FACE = Updating

@@ -29,14 +29,11 @@ import megatron_zbpp
 from megatron_zbpp import Costs, bridge, build, techniques
 from megatron_zbpp.emulation import cpu_flags
 from megatron_zbpp.ir import Pass, Placement, Schedule
-from megatron_zbpp.launch import (
-    arguments,
-    dry_run,
-    launch_line,
-    rank_for,  # noqa: F401  of rows
-)
-from megatron_zbpp.launch.bench import Bench
+from megatron_zbpp.launch import dry_run, launch_line, rank_for  # noqa: F401  of rows
+from megatron_zbpp.launch import flags as our_flags
+from megatron_zbpp.launch.launch_line import Bench
 from megatron_zbpp.mcore import enabled
+from megatron_zbpp.mcore.faces import CallContext
 from megatron_zbpp.mcore.iteration import preparation
 from megatron_zbpp.mcore.iteration.stages import Arguments, Call
 from megatron_zbpp.mcore.job.resolve import require_taken_back  # noqa: F401  of rows
@@ -103,11 +100,11 @@ def _parser() -> argparse.ArgumentParser:
     if not launch_line._lacks():
         from megatron.training import arguments as megatrons
 
-        arguments.install()
+        our_flags.install()
         parser = megatrons.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     else:
         parser = launch_line._parser(launch_line._lacks())
-        parser.parse_known_args = arguments._preparing(parser)
+        parser.parse_known_args = our_flags._preparing(parser)
     for name in ('--yaml-cfg', '--use-checkpoint-args', '--hybrid-layer-pattern'):
         if name not in parser._option_string_actions:  # of other releases
             parser.add_argument(name, nargs='?', const=True)
@@ -140,14 +137,14 @@ def package(module: str | None) -> None:
         mock.patch.object(launch_line, 'TRAINING', 'own_yaml'),
     ):
         assert ('pip install pyyaml' in launch_line._lacks()) == (module is None)
-        arguments.require_packages('own_yaml')
+        our_flags.require_packages('own_yaml')
 
 
 def moved(command_line: bool) -> None:
     name = 'megatron.training.arguments'
     with mock.patch.dict(sys.modules, {name: ModuleType(name)}):
         if command_line:
-            arguments.install()
+            our_flags.install()
         else:
             enable(schedule='zb-v')
 
@@ -230,7 +227,8 @@ def versions(tied: bool = False, anneals: int | None = None) -> None:
     model.share_embeddings_and_output_weights = tied
     session, endless = Session(Settings('pipemare', anneal_steps=anneals)), EndlessTraining()
     lowered = session.programs.lowered(4, 1, False)
-    maker(session, endless, ForwardsInFlight(session, endless), lowered, [model], 0)
+    arguments, flight = SimpleNamespace(models=[model]), ForwardsInFlight(session, endless)
+    maker(session, endless, CallContext(arguments, lowered, flight, [model], 0, ()))
 
 
 def annealed(steps: int | None) -> None:

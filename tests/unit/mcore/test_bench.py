@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zbpp.cli import main
-from megatron_zbpp.launch.bench import OWN, Bench, Printed, Step
+from megatron_zbpp.launch.launch_line import OWN, Bench, Printed, Step
 
 FLAGS = (
     '--num-layers 4 --micro-batch-size 1 --global-batch-size 8 --seq-length 16 '

@@ -16,7 +16,7 @@ from parsed_flags import MEGATRONS
 
 import megatron_zbpp
 from megatron_zbpp import bridge, build
-from megatron_zbpp.launch import arguments, flags
+from megatron_zbpp.launch import flags
 from megatron_zbpp.mcore import enabled
 from megatron_zbpp.mcore.job.resolve import Facts, resolve
 from megatron_zbpp.mcore.job.rules import rows
@@ -103,7 +103,7 @@ def test_nothing_is_enabled_where_something_is_wrong(monkeypatch):
     before = dict(vars(args))
     monkeypatch.setattr(enabled, 'plugin', None)
     with pytest.raises(ValueError, match='3 layers cannot be placed'):
-        arguments.prepare(args)
+        flags.prepare(args)
     assert enabled.plugin is None and vars(args) == before
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from megatron_zbpp import Placement
 from megatron_zbpp.ir.placement import layers_per_stage, layout_string
-from megatron_zbpp.mcore.iteration.announcement import losses_from_scratch
 from megatron_zbpp.mcore.placement_independent_init import Part, can_be_drawn, chains
 from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.mcore.training_log import losses_from_scratch
 
 
 def stages(layers, placement, mtp=0):
