@@ -18,11 +18,9 @@ from benchmarks.copies.measure import Case, measured
 from benchmarks.copies.stage import Sizes
 from megatron_zbpp import Costs, Placement, Schedule, check
 from megatron_zbpp.analysis.memory import live
-from megatron_zbpp.runtime.activations import host_memory
-from megatron_zbpp.runtime.activations.bundle import Bytes, SavedActivations
-from megatron_zbpp.runtime.activations.copies import Copies
-from megatron_zbpp.runtime.activations.host_memory import Slabs
-from megatron_zbpp.runtime.activations.store import ActivationStore
+from megatron_zbpp.runtime.activations import copies
+from megatron_zbpp.runtime.activations.copies import Copies, Slabs
+from megatron_zbpp.runtime.activations.store import ActivationStore, Bytes, SavedActivations
 from megatron_zbpp.runtime.stage import key_of
 from megatron_zbpp.schedules import FAMILIES, build
 from megatron_zbpp.techniques.base import with_copies
@@ -34,7 +32,7 @@ def executed(schedule, fails=False):
     """On each rank: losses and gradients by stage, bytes by stage, what was said, what was held."""
     said, pipeline = [], Pipeline(schedule)
     pipeline.activations._say = said.append
-    full = mock.patch.object(host_memory, 'room', lambda: host_memory.Room(1, Path('a limit')))
+    full = mock.patch.object(copies, 'room', lambda: copies.Room(1, Path('a limit')))
     with full if fails else nullcontext():
         record = pipeline.run()
     return pipeline.made, pipeline.activations.bytes, said, record.live

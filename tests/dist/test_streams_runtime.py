@@ -17,10 +17,9 @@ from megatron_zbpp.guests import side_work
 from megatron_zbpp.guests.side_work import SideWork
 from megatron_zbpp.ir import B, F, Pass
 from megatron_zbpp.post_validation import speculative_step, watch
-from megatron_zbpp.runtime.activations import host_memory
-from megatron_zbpp.runtime.activations.bundle import SavedActivations
+from megatron_zbpp.runtime.activations import copies
 from megatron_zbpp.runtime.activations.copies import Copies
-from megatron_zbpp.runtime.activations.store import ActivationStore
+from megatron_zbpp.runtime.activations.store import ActivationStore, SavedActivations
 from megatron_zbpp.runtime.clock import Record, clock_for
 from megatron_zbpp.runtime.compat import unseen_by_autograd
 from megatron_zbpp.runtime.guard.activities import Tracker
@@ -278,7 +277,7 @@ def test_buffers_that_forwards_ahead_write_are_set_back_without_a_look():
 
 ONES = 2**18
 BOTH_WAYS = 2  # streams of copies
-_unlock = host_memory._unlock
+_unlock = copies._unlock
 
 
 def leaving(say=None):
@@ -309,7 +308,7 @@ def test_a_refusal_names_the_cure_and_is_forgotten():
 @pytest.mark.parametrize('sound', [True, False])
 def test_memory_is_unlocked_before_it_is_freed(sound):
     """Behind its copies; at once is a seeded race."""
-    at_once = mock.patch.object(host_memory, '_unlock', lambda cuda, at, _: _unlock(cuda, at, ()))
+    at_once = mock.patch.object(copies, '_unlock', lambda cuda, at, _: _unlock(cuda, at, ()))
     with device.recording() as order, nullcontext() if sound else at_once:
         store, received, loss = leaving()
         store.begin_out((0, 0, 0))
@@ -365,7 +364,7 @@ def test_memory_of_the_host_is_used_again_behind_what_has_read_it(sound):
         engine.wait(written)
         engine.back(left, [storage])  # nobody waits for it, as where an iteration is dropped
         if not sound:
-            engine._read.clear()
+            engine._latest.clear()
         again, _ = engine.out([engine.allocate(2048)])
         assert again is left
     assert bool(order.races) != sound
