@@ -95,7 +95,8 @@ class FixedShape:
             output,
             instruction,
             ' and '.join(f'{each.shape} of {each.dtype}' for each in expected),
-            'shape that sequence length, micro batch and hidden size give, and the dtype',
+            'every stage must keep the shape that sequence length, micro batch and hidden size '
+            'give, and the dtype of the pipeline',
         )
 
     def send(self, output: Tensors, send: Send) -> None:
@@ -168,7 +169,8 @@ class VariableShape:
         dtype = self._message.dtype
         if isinstance(output, torch.Tensor) and output.dtype == dtype:
             return output
-        raise _mismatch(output, instruction, f'a tensor of {dtype}', 'dtype')
+        rule = 'every stage must keep the dtype of the pipeline'
+        raise _mismatch(output, instruction, f'a tensor of {dtype}', rule)
 
     def send(self, output: Tensors, send: Send) -> None:
         assert isinstance(output, torch.Tensor), 'messages of several tensors have fixed shapes'
@@ -204,11 +206,11 @@ class _Expected:
         return self.incoming.wait()
 
 
-def _mismatch(output: object, instruction: Send | Hand, expected: str, kept: str) -> ValueError:
+def _mismatch(output: object, instruction: Send | Hand, expected: str, rule: str) -> ValueError:
     made = _in_words(output)
     return ValueError(
         f'{instruction.producer.words} made {made}, but {instruction.consumer.words} takes '
-        f'{expected}: every stage must keep the {kept} of the pipeline'
+        f'{expected}: {rule}'
     )
 
 
