@@ -248,6 +248,11 @@ class ActivationStore:
         rate = self._copies.seconds_per_byte()
         return {} if rate is None else {s: rate * b.moved for s, b in self.bytes.items()}
 
+    @property
+    def kept(self) -> int:
+        """The number of bundles that this rank keeps for its partner."""
+        return 0 if self.keeping is None else len(self.keeping)
+
     def join(self, channels: Channels) -> None:
         """Let bundles go to partners, by channels of nothing else."""
         if self.keeping is None or channels is not self.keeping.channels:
@@ -370,8 +375,7 @@ class ActivationTransfers:
 
         `saved` are those that count: not the input, which is away, of a forward that runs again.
         """
-        kept = 0 if self.store.keeping is None else len(self.store.keeping)
-        return kept - sum(key in saved for key in self.store.away)
+        return self.store.kept - sum(key in saved for key in self.store.away)
 
     def packing(self, key: Key, received: torch.Tensor | None) -> AbstractContextManager[None]:
         """Enter the forward of a pass that leaves; its input leaves, too."""
