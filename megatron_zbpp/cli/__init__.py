@@ -1,5 +1,3 @@
 """The command `zbpp`."""
 
-from megatron_zbpp.cli.parser import main
-
-__all__ = ['main']
+from megatron_zbpp.cli.parser import main as main

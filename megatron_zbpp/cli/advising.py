@@ -6,8 +6,8 @@ import shlex
 import textwrap
 import warnings
 from argparse import ArgumentParser
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from megatron_zbpp.analysis.gain import gain_of
 from megatron_zbpp.cli import arguments
@@ -72,9 +72,10 @@ def add_advise(command: ArgumentParser) -> None:
             'give bytes such as 80GiB',
         ),
     )
-    add_options(command, _HELD + LINKS)
     add_options(
         command,
+        _HELD,
+        LINKS,
         f"""
         --schedules NAME,...  names = {','.join(SCHEDULES)}  that may run; default
             {','.join(SCHEDULES)}
@@ -104,24 +105,27 @@ def print_advice(
                 'weights and a flush: leave it out'
             )
     machine = {name: options[name] for name in _MACHINE}
-    found = _from_line(line, options, machine) if line else _from_shape(options, machine)
-    job, own, line_of, notes, band = found
+    request = _from_line(line, options, machine) if line else _from_shape(options, machine)
+    job = request.job
     held = {name: size for name in HELD if (size := options[f'held_{name}']) is not None}
     with progress('setups', '%', 100) as done:
-        advice = advise(job, schedules, own, count, done, held)
+        advice = advise(job, schedules, request.own, count, done, held)
         rival = advice.own
         sizes = {name: size for name, size in held.items() if name != 'chunks'}  # 1f1b has one
         if rival is None and (plain := advise(job, STOCK, count=1, held=sizes).best):
             rival = plain[0]
     if (least := advice.least) is not None:
-        need = (max(least.nbytes) + job.reserve) / 2**30
+        need, setup = (max(least.nbytes) + job.reserve) / 2**30, least.setup
+        experts = f', ep {setup.ep}' if job.shape.experts else ''
         raise ValueError(
             f'nothing fits {gib(job.memory)} on each of {job.gpus} GPUs: the least is {need:.2f} '
-            f'GiB ({gib(job.reserve)} of reserve included) with {_words(job, least.setup)}: give '
+            f'GiB ({gib(job.reserve)} of reserve included) with pp {setup.pp}, tp {setup.tp}'
+            f'{experts}, micro batch {setup.micro_batch}, '
+            f'{find(setup.schedule).label(setup.chunks)}, recomputation {setup.saving}: give '
             f'--memory {int(need) + 1}GiB, or more GPUs'
         )
     if not as_json:
-        _print(job, advice, rival, line_of, notes, band)
+        _print(request, advice, rival)
         return 0
     print_json(
         {
@@ -129,20 +133,26 @@ def print_advice(
             'memory': job.memory,
             'possible': advice.possible,
             'simulated': advice.simulated,
-            'against': rival and _row(job, rival, rival, line_of, band),
-            'is_own': own is not None,
-            'best': [_row(job, each, rival, line_of, band) for each in advice.best],
-            'notes': notes,
+            'against': rival and _row(request, rival, rival),
+            'is_own': request.own is not None,
+            'best': [_row(request, each, rival) for each in advice.best],
+            'notes': request.notes,
         }
     )
     return 0
 
 
-Lines = Callable[[Job, Setup], list[str]]
-_Found = tuple[Job, 'Setup | None', Lines, list[str], tuple[float, float]]
+class _Request(NamedTuple):
+    """A job that wants advice."""
+
+    job: Job
+    own: Setup | None  # of the launch line
+    line_of: Callable[[Job, Setup], list[str]]  # returns a launch line
+    notes: list[str]
+    band: tuple[float, float]  # measured over predicted time, from and to
 
 
-def _from_shape(options: Mapping[str, Any], machine: dict[str, Any]) -> _Found:
+def _from_shape(options: Mapping[str, Any], machine: dict[str, Any]) -> _Request:
     if not options['model']:
         raise ValueError('give a launch line behind --, or --model and its shape')
     if not options['global_batch_size']:
@@ -152,10 +162,10 @@ def _from_shape(options: Mapping[str, Any], machine: dict[str, Any]) -> _Found:
     batch, cp = options['global_batch_size'], options['cp'] or 1
     job = Job(shape_of(options), batch, cp=cp, **machine)
     flags = ['--context-parallel-size', str(cp)] if cp > 1 else []
-    return job, None, lambda job, setup: [*flags_of(job, setup), *flags], [], BY_RATES
+    return _Request(job, None, lambda job, setup: [*flags_of(job, setup), *flags], [], BY_RATES)
 
 
-def _from_line(words: list[str], options: Mapping[str, Any], machine: dict[str, Any]) -> _Found:
+def _from_line(words: list[str], options: Mapping[str, Any], machine: dict[str, Any]) -> _Request:
     """Return the job of a launch line, and its own setup."""
     wrong = [each.name for each in SIZES if each.name not in (*_NOT_IN_A_LINE, *_SEARCHED)]
     given = [option(name) for name in wrong if options[name] is not None]
@@ -187,21 +197,11 @@ def _from_line(words: list[str], options: Mapping[str, Any], machine: dict[str, 
     def line_of(job: Job, setup: Setup) -> list[str]:
         return list(words) if setup == own else line.line_of(job, setup)
 
-    return job, own, line_of, notes, BY_TIMES if measured else BY_RATES
+    return _Request(job, own, line_of, notes, BY_TIMES if measured else BY_RATES)
 
 
-def _words(job: Job, setup: Setup) -> str:
-    experts = f', ep {setup.ep}' if job.shape.experts else ''
-    return (
-        f'pp {setup.pp}, tp {setup.tp}{experts}, micro batch {setup.micro_batch}, '
-        f'{find(setup.schedule).label(setup.chunks)}, recomputation {setup.saving}'
-    )
-
-
-def _row(
-    job: Job, made: Prediction, rival: Prediction | None, line_of: Lines, band: tuple[float, float]
-) -> dict[str, Any]:
-    setup = made.setup
+def _row(request: _Request, made: Prediction, rival: Prediction | None) -> dict[str, Any]:
+    job, setup, (low, high) = request.job, made.setup, request.band
     return {
         'schedule': setup.schedule,
         'pp': setup.pp,
@@ -214,24 +214,18 @@ def _row(
         'microbatches': made.microbatches,
         'recompute': setup.saving,
         'seconds': made.seconds,
-        'seconds_from': made.seconds * band[0],
-        'seconds_to': made.seconds * band[1],
+        'seconds_from': made.seconds * low,
+        'seconds_to': made.seconds * high,
         'idle_all_ranks': made.idle,
         'gain': gain_of(made.seconds, rival and rival.seconds),
         'bytes': list(made.nbytes),
         'fits': max(made.nbytes) <= job.room,
-        'launch_line': shlex.join(line_of(job, setup)),
+        'launch_line': shlex.join(request.line_of(job, setup)),
     }
 
 
-def _print(
-    job: Job,
-    advice: Advice,
-    rival: Prediction | None,
-    line_of: Lines,
-    notes: Sequence[str],
-    band: tuple[float, float],
-) -> None:
+def _print(request: _Request, advice: Advice, rival: Prediction | None) -> None:
+    job = request.job
     print_wrapped(
         f'{job.gpus} GPUs of {gib(job.memory)}, {job.gpus_per_node} a node: {advice.possible} '
         f'setups, {advice.simulated} simulated'
@@ -245,17 +239,25 @@ def _print(
         'mb: micro batch; re: recomputation; idle: GPU time within the pipeline; gain: time saved '
         f'against the first row; GiB: fullest rank, {gib(job.room)} at most'
     )
-    for note in notes:
+    for note in request.notes:
         print_wrapped(f'note: {note}')
     for k, each in enumerate(advice.best, 1):
-        low, high = (f'{each.seconds * share:.4g}' for share in band)
+        low, high = (f'{each.seconds * share:.4g}' for share in request.band)
         held = ' '.join(f'{own / 2**30:.1f}' for own in each.nbytes)
         print()
         print_wrapped(
             f'{k}: {each.seconds:.4g} s, probably {low} to {high}; GiB of each pipeline rank: '
             f'{held}'
         )
-        print(_pasted(line_of(job, each.setup)))
+        pasted = textwrap.wrap(
+            shlex.join(request.line_of(job, each.setup)),
+            78,
+            initial_indent='  ',
+            subsequent_indent='    ',
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        print(' \\\n'.join(pasted))
 
 
 def _cells(job: Job, name: str, made: Prediction, rival: Prediction | None) -> dict[str, object]:
@@ -269,15 +271,3 @@ def _cells(job: Job, name: str, made: Prediction, rival: Prediction | None) -> d
     cells |= {'s/step': f'{made.seconds:.4g}', 'idle': f'{made.idle:.1%}'}
     cells |= {'gain': '-' if gain is None else f'{gain:.1%}'}
     return cells | {'GiB': f'{full}{max(made.nbytes) / 2**30:.1f}'}
-
-
-def _pasted(words: Sequence[str]) -> str:
-    text = textwrap.fill(
-        shlex.join(words),
-        78,
-        initial_indent='  ',
-        subsequent_indent='    ',
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return text.replace('\n', ' \\\n')

@@ -12,6 +12,7 @@ import sys
 import textwrap
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from math import isfinite, nan
 from typing import Any, TypeVar
 
@@ -20,15 +21,8 @@ from megatron_zbpp.ir import files, strict_json
 from megatron_zbpp.mcore.settings import meaning
 from megatron_zbpp.partitioning.layers import Devices, Layers
 from megatron_zbpp.partitioning.space import LayerCosts
+from megatron_zbpp.planner import cost_sources
 from megatron_zbpp.planner.cases import IN_FILE, CaseRequest
-from megatron_zbpp.planner.cost_sources import (
-    NO_TIMES,
-    TIMES_FILE,
-    CostSource,
-    Overlap,
-    StageCosts,
-    Times,
-)
 from megatron_zbpp.planner.limits import Bytes
 from megatron_zbpp.schedules import find
 from megatron_zbpp.techniques.composition import OUTPUT, SHARED_LAYERS
@@ -45,8 +39,8 @@ _T = TypeVar('_T')
 _KIND = re.compile(r'(?P<kind>\w+)(?P<many>[!*+]?)( as (?P<dest>\w+))?( = (?P<default>.+))?')
 
 
-def add_options(parser: Any, table: str, **kinds: Callable[[str], Any] | Sequence[str]) -> None:
-    """Add the options of a table to a parser.
+def add_options(parser: Any, *tables: str, **kinds: Callable[[str], Any] | Sequence[str]) -> None:
+    """Add the options of tables to a parser.
 
     A row has three columns, two spaces or more apart: names and metavar; kind; help, which goes on
     in lines that are indented. In brackets stands a name that an option had earlier, which says so.
@@ -54,7 +48,8 @@ def add_options(parser: Any, table: str, **kinds: Callable[[str], Any] | Sequenc
     that is needed, by `*` or `+` for several values, then by ` as DEST` and ` = DEFAULT`. `kinds`
     are further functions that read a value, or its choices, by name.
     """
-    for row in re.split(r'\n(?=\S)', textwrap.dedent(table).strip()):
+    rows = (re.split(r'\n(?=\S)', textwrap.dedent(table).strip()) for table in tables)
+    for row in chain.from_iterable(rows):
         names, kind, text = re.split(r'\s{2,}', row, maxsplit=2)
         words, found = names.split(), _KIND.fullmatch(kind)
         assert found is not None, f'{kind!r} of {names} is no kind'
@@ -149,15 +144,15 @@ names = checked(  # several words
 )
 
 
-def shares(text: str) -> Overlap:
+def shares(text: str) -> cost_sources.Overlap:
     """Return the share of all pairs, or that of some kinds: FB=0.9,FF=0.8,FW=0.95."""
     parts = (part.partition('=') for part in text.split(',') if '=' in text)
     given = {name: share for name, _, share in parts}
     known = given.keys() <= {'FB', 'FF', 'FW'}
     require(text, known, 'give one share, or those of kinds of pairs: FB=0.9,FF=0.8,FW=0.95')
     if not given:
-        return Overlap(_ratio(text), {})
-    return Overlap.of({name: _ratio(share) for name, share in given.items()})
+        return cost_sources.Overlap(_ratio(text), {})
+    return cost_sources.Overlap.of({name: _ratio(share) for name, share in given.items()})
 
 
 def family(text: str) -> str:
@@ -201,10 +196,8 @@ def several(read: Callable[[str], _T]) -> Callable[[str], list[_T]]:
 
 counts, amounts, memories = several(count), several(amount), several(memory)
 
-
 _FLAGS = {'num_ranks': '--pp', 'num_microbatches': '--microbatches', 'num_chunks': '--vpp'}
 _FLAGS['costs'] = '--times'
-
 
 AGAINST = f"""
     --against NAME  family = {RIVAL}  the schedule that a gain is measured against, such as the one
@@ -328,7 +321,7 @@ def shard(text: str) -> float | str:
 
 def add_costs(parser: ArgumentParser, layers: bool = True) -> None:
     """Add times, also by a file of `layers`, and further costs of a schedule."""
-    parser.set_defaults(costs=NO_TIMES)
+    parser.set_defaults(costs=cost_sources.NO_TIMES)
     source = parser.add_mutually_exclusive_group()
     if layers:
         add_options(
@@ -337,7 +330,9 @@ def add_costs(parser: ArgumentParser, layers: bool = True) -> None:
             --layers-file FILE  layers as costs  of a model, as for zbpp partition, in place of
                 --times: each placement gets its even split
             """,
-            layers=_layers,
+            layers=lambda text: LayerCosts(
+                _read(text, load_layers, 'a file of layers, as zbpp profile -o writes'), text
+            ),
         )
     add_options(
         source,
@@ -375,23 +370,19 @@ def add_search(
         --seed N  whole = 0  another one searches elsewhere; default 0
         -o --output FILE  path  the plan (.json, for --pipeline-schedule-file) or its picture
             (.html, .svg, .png, .pdf){more}
+        {TITLE}
         """,
         objectives=objectives,
     )
-    add_options(command, TITLE)
 
 
-def _layers(text: str) -> LayerCosts:
-    return LayerCosts(_read(text, load_layers, 'a file of layers, as zbpp profile -o writes'), text)
-
-
-def _times(text: str) -> CostSource:
+def _times(text: str) -> cost_sources.CostSource:
     if ',' in text:
         parts = [amount(part) for part in text.split(',')]
         require(text, len(parts) == 3, 'give three times, F,B,W')
         require(text, any(parts), 'give a time above 0')
-        return Times(*parts)
-    return _read(text, StageCosts.read, TIMES_FILE)
+        return cost_sources.Times(*parts)
+    return _read(text, cost_sources.StageCosts.read, cost_sources.TIMES_FILE)
 
 
 def _read(text: str, read: Callable[[str], _T], wanted: str) -> _T:

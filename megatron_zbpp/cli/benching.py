@@ -97,27 +97,25 @@ class _Runs:
 
     def __init__(self, folder: Path, line: Sequence[str], iterations: int) -> None:
         self._file = folder / _RUNS
-        self._of: dict[str, Any] = {'line': list(line), 'iterations': iterations}
-        self._found: dict[str, list[Any]] = {}
-        if not self._file.exists():
-            return
-        known = files.read(self._file, json.loads, 'another -o')
-        for key, value in self._of.items():
-            if not is_object(known) or known.get(key) != value:
-                raise ValueError(
-                    f'-o {folder} has runs of other {key}: name another folder, or delete it'
-                )
-        self._found = known.get('runs', {})
+        self._content: dict[str, Any] = {'line': list(line), 'iterations': iterations}
+        known: Any = {}
+        if self._file.exists():
+            known = files.read(self._file, json.loads, 'another -o')
+            for key, value in self._content.items():
+                if not is_object(known) or known.get(key) != value:
+                    raise ValueError(
+                        f'-o {folder} has runs of other {key}: name another folder, or delete it'
+                    )
+        self._found: dict[str, list[Any]] = known.get('runs', {})
+        self._content['runs'] = self._found
 
     def of(self, name: str) -> list[Any]:
-        """Return the runs of a schedule."""
         return self._found.get(name, [])
 
     def add(self, name: str, turn: int, found: Any) -> None:
         assert turn == len(self.of(name)), 'runs of a schedule end in order'
         self._found.setdefault(name, []).append(found)
-        text = json.dumps({**self._of, 'runs': self._found}, indent=1)
-        self._file.write_text(text, encoding='utf-8')
+        self._file.write_text(json.dumps(self._content, indent=1), encoding='utf-8')
 
 
 def _written_start(job: Bench, folder: Path) -> str:

@@ -1,9 +1,12 @@
-"""Commands on schedules and jobs: list, simulate, check, bubbles, freeze and doctor."""
+"""Commands on schedules and jobs: list, show, simulate, check, convert, page and others."""
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from argparse import ArgumentParser
+from pathlib import Path
 
 from megatron_zbpp.analysis.checker import ScheduleError, check
 from megatron_zbpp.analysis.gain import Gap, critical_path, gaps
@@ -11,17 +14,30 @@ from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.cli import arguments, printing
 from megatron_zbpp.cli.advising import rates_of
 from megatron_zbpp.cli.arguments import add_options
+from megatron_zbpp.cli.printing import print_json, print_table, print_wrapped
 from megatron_zbpp.ir import W, formats
 from megatron_zbpp.ir.formats import BYTES
 from megatron_zbpp.ir.graph import HOST
+from megatron_zbpp.ir.schedule import grid
 from megatron_zbpp.mcore.settings import meaning
 from megatron_zbpp.partitioning.freeze_plans import FREEZE_STEPS, UNIT, FreezePlan, freeze
-from megatron_zbpp.planner.cases import CaseRequest
+from megatron_zbpp.planner.cases import Case, CaseRequest
 from megatron_zbpp.planner.figures import facts, shape
+from megatron_zbpp.render.drawing import time_shown, timeline_text
+from megatron_zbpp.render.planner_page import Sizes, planner_page
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.schedules import own_families
 from megatron_zbpp.schedules.registry import RECOMMENDED
 from megatron_zbpp.techniques import ASKED, find
+
+_MOST_PAGE_RANKS = 64  # of a page: more are narrower than their labels
+# Formats that `convert` writes, and how names of their files end; of one end the first is meant.
+FORMATS = {
+    'json': '.json',
+    'torch-csv': '.csv',
+    **{name: f'.{name}' for name in printing.PICTURES},
+    'perfetto': '.json',
+}
 
 LIST = """
     --pp P  ranks = 4  ranks that gains are simulated with; default 4
@@ -53,13 +69,13 @@ def list_families(
             entry |= {'copies': copies[family.name], 'asynchronous': family.asynchronous}
             entry |= {'gain': gains.get(family.name), 'without': skipped.get(family.name)}
         sizes = {'ranks': pp, 'microbatches': microbatches, 'against': against}
-        return printing.print_json({'schedules': entries, **sizes})
+        return print_json({'schedules': entries, **sizes})
     shown = {name: '-' if gain is None else f'{gain:.1%}' for name, gain in gains.items()}
     sizes = f'p = {pp}, m = {microbatches}'
     if table:
         heads = ('schedule', 'bubble', 'peak memory', f'gain, {sizes}')
         trains = {False: 'the same', True: 'another model'}
-        return printing.print_table(
+        return print_table(
             (*heads, 'copies of the weights', 'trains', 'source'),
             [
                 (
@@ -71,20 +87,56 @@ def list_families(
         )
     for family in listed:
         aliases = f'  (also {", ".join(family.aliases)})' if family.aliases else ''
-        printing.print_wrapped(f'{family.name}{aliases}')
-        printing.print_wrapped(f'    {family.summary}')
+        print_wrapped(f'{family.name}{aliases}')
+        print_wrapped(f'    {family.summary}')
         held = copies[family.name] or 1
         held = f'; {held} copies of the weights' if held > 1 else ''
         late = '; asynchronous: trains another model' if family.asynchronous else ''
         name = family.name
         gain = f'gain {shown[name]}' if name in shown else f'no gain: {skipped[name]}'
-        printing.print_wrapped(
-            f'    bubble {family.bubble}; peak memory {family.memory}{held}{late}'
-        )
-        printing.print_wrapped(f'    {gain}; {family.source}')
+        print_wrapped(f'    bubble {family.bubble}; peak memory {family.memory}{held}{late}')
+        print_wrapped(f'    {gain}; {family.source}')
     if few:
-        printing.print_wrapped(f'and {len(every) - len(listed)} more: zbpp list --all')
-    printing.print_wrapped(f'gain: time saved against {against}; {asked.heading()}')
+        print_wrapped(f'and {len(every) - len(listed)} more: zbpp list --all')
+    print_wrapped(f'gain: time saved against {against}; {asked.heading()}')
+
+
+SHOW = """
+    --order  switch  orders only, also of an invalid file
+    --width  whole  columns; 0: all it takes. Default: the terminal
+"""  # beside a schedule and costs
+
+
+def show(request: CaseRequest, order: bool, width: int | None, against: str, as_json: bool) -> None:
+    """Print a schedule: to scale, or with `--order` its orders as they stand, unchecked."""
+    width = shutil.get_terminal_size((120, 24)).columns if width is None else width
+    if order:
+        schedule = formats.load(request.file) if request.file else request.case().schedule
+        drawing = grid(schedule, width=width or sys.maxsize, height=sys.maxsize)
+        return print_json({'order': drawing.splitlines()}) if as_json else print(drawing)
+    case = request.case()
+    timeline = case.timeline
+    if as_json:
+        spans = [
+            [[str(p), *span] for p, span in zip(*rank, strict=True)]
+            for rank in zip(case.schedule.passes, timeline.spans, strict=True)
+        ]
+        return print_json({'schedule': json.loads(case.schedule.to_json()), 'timeline': spans})
+    printing.print_headline(case.schedule)
+    print(timeline_text(timeline, width, colours=printing.takes_colours(sys.stdout)))
+    shown = time_shown(timeline, width)
+    if shown < timeline.makespan:
+        units = f'{number(shown, 3)} of {number(timeline.makespan)}'
+        print(f'… {units} time units shown: --width 0 shows all')
+    print_wrapped(printing.legend(timeline, width))
+    printing.print_reversed(case.schedule.placement)
+    found = facts(case, timeline, against)
+    gained = '' if 'period' in found else printing.gained(found)
+    most = printing.peak_text(found, case.units)
+    print(f'makespan {number(timeline.makespan)}{gained}, {most}')
+    print(printing.idle_text(found['idle_all_ranks'], found['idle_parts']))
+    if 'period' in found:
+        printing.print_asynchronous(found)
 
 
 def add_simulate(parser: ArgumentParser) -> None:
@@ -109,7 +161,7 @@ def simulate_case(request: CaseRequest, against: str, as_json: bool) -> None:
             {**step._asdict(), 'ran': str(step.ran), 'on': step.on and str(step.on)}
             for step in path
         ]
-        return printing.print_json({**found, 'critical_path': steps})
+        return print_json({**found, 'critical_path': steps})
     peaks = peak(case.schedule, case.costs)
     busy = [timeline.busy(rank) for rank in range(case.schedule.num_ranks)]
     idle = [window - own for window, own in zip(timeline.windows, busy, strict=True)]
@@ -131,7 +183,7 @@ def simulate_case(request: CaseRequest, against: str, as_json: bool) -> None:
         held, placement = layout.split('|'), case.schedule.placement
         heads.append('layers')
         rows = [(*row, ' '.join(held[s] for s in placement.stages(row[0]))) for row in rows]
-    printing.print_table(heads, rows)
+    print_table(heads, rows)
     printing.print_reversed(case.schedule.placement)
 
 
@@ -150,8 +202,109 @@ def check_file(file: str, slices: int | None, memory_limit: float | None, as_jso
         raise ValueError(f'--slices {slices}, but {file} has {known}: leave --slices out')
     check(schedule, memory_limit=memory_limit, costs=schedule.costs)
     if as_json:
-        return printing.print_json({'valid': True, **shape(schedule)})
+        return print_json({'valid': True, **shape(schedule)})
     print(f'valid: {printing.headline(schedule)}')
+
+
+def add_convert(parser: ArgumentParser) -> None:
+    """Add the arguments of `zbpp convert` beside a schedule and costs."""
+    arguments.add_vocabulary(parser)
+    add_options(
+        parser,
+        f"""
+        --to  formats  format; default: as the name of the file ends
+        -o --output FILE  path!  where to
+        {arguments.TITLE}
+        --dialect  dialects = new  of torch-csv: new (since 2.6) has I and B where old has B and BW;
+            default new
+        """,
+        formats=[*FORMATS],
+        dialects=formats.DIALECTS,
+    )
+
+
+def convert(
+    request: CaseRequest,
+    output: str,
+    to: str | None,
+    title: str | None,
+    dialect: str,
+    as_json: bool,
+) -> None:
+    """Write a schedule in another format."""
+    suffix = Path(output).suffix.lower()
+    said = next((name for name, ends in FORMATS.items() if ends == suffix), None)
+    to = to or said
+    if to is None:
+        known = ', '.join(dict.fromkeys(FORMATS.values()))
+        raise ValueError(f'{output} does not say its format: end it in {known}, or give --to')
+    if said is not None and FORMATS[to] != suffix:
+        raise ValueError(
+            f'{output} is no name for --to {to}: end it in {FORMATS[to]}, or drop --to'
+        )
+    if title is not None and to not in printing.PICTURES:
+        raise ValueError(f'--title {title!r} heads a picture, which {to} is not: leave it out')
+    case = request.case()
+    if to == 'json':
+        printing.write(output, _kept(request.file, case))
+    elif to == 'torch-csv':
+        printing.write(output, formats.to_torch_csv(case.schedule, dialect))
+    else:
+        name = case.schedule.name
+        printing.draw(output, to, title, {name: case}, request.heading(case))
+    if as_json:
+        return print_json({'written': output, 'to': to, **shape(case.schedule)})
+    print(f'wrote {output}')
+
+
+def _kept(file: str | None, case: Case) -> str:
+    """Return the schedule as JSON; of a plan with all that its file has."""
+    fields = formats.load_plan(file).fields if file else {}
+    if 'costs' not in fields:
+        return case.schedule.to_json()
+    now = formats.memory_of_plan(case.costs, case.units)
+    return json.dumps({**fields, 'schedule': json.loads(case.schedule.to_json()), **now}, indent=1)
+
+
+def add_page(parser: ArgumentParser) -> None:
+    """Add the sizes of the page, and where to write it."""
+    p, m, v = (','.join(map(str, each)) for each in Sizes())
+    add_options(
+        parser,
+        f"""
+        --pp P,...  page_ranks as ranks = {p}  ranks to choose from; default {p}
+        --microbatches M,...  counts = {m}  microbatches to choose from; default {m}
+        --vpp V,...  counts as chunks = {v}  chunks per rank, where a schedule takes any; default
+            {v}
+        -o --output FILE  page!  where to write the page: .html
+        """,
+        page_ranks=arguments.checked(
+            arguments.counts,
+            lambda counts: max(counts) <= _MOST_PAGE_RANKS,
+            f'give at most {_MOST_PAGE_RANKS} ranks',
+        ),
+        page=arguments.checked(
+            arguments.path,
+            lambda path: path.lower().endswith('.html'),
+            'give the path of a page, which ends in .html',
+        ),
+    )
+
+
+def write_page(
+    ranks: list[int], microbatches: list[int], chunks: list[int], output: str, as_json: bool
+) -> None:
+    """Write the page, with the schedules of all sizes that are asked for."""
+    sizes = Sizes(ranks, microbatches, chunks)
+    if not Path(output).parent.is_dir():
+        raise ValueError(f'{output} is in no folder that is there: give another path')
+    with printing.progress('orders', 'it', 100) as done:
+        page = planner_page(sizes, done)
+    printing.write(output, page)
+    size = len(page.encode())
+    if as_json:
+        return print_json({'written': output, 'bytes': size, **sizes._asdict()})
+    print(f'wrote {output}, {size} bytes: open it in a browser')
 
 
 GPUS = '--gpus N  count  of the job'
@@ -172,7 +325,7 @@ def doctor(
         report = examine(line, gpus, printing.now, rates_of(options))
     finally:
         printing.now('')
-    printing.print_json(report.to_dict()) if as_json else print(text_of(report, verbose))
+    print_json(report.to_dict()) if as_json else print(text_of(report, verbose))
     return 0 if report.fine else 1
 
 
@@ -180,7 +333,7 @@ def refuse(error: ScheduleError, as_json: bool) -> int:
     """Print one line on stderr; the drawing, which takes several, on stdout."""
     what, _, drawing = str(error).partition('\n')
     if as_json:
-        printing.print_json({'valid': False, 'error': what, 'grid': drawing.splitlines()})
+        print_json({'valid': False, 'error': what, 'grid': drawing.splitlines()})
     else:
         print(drawing)
     print(f'zbpp: {what}', file=sys.stderr)
@@ -205,13 +358,13 @@ def bubbles(request: CaseRequest, least: float, as_json: bool) -> None:
     case = request.case()
     found = gaps(case.timeline, least)
     if as_json:
-        return printing.print_json({'gaps': [_fields(gap) for gap in found]})
+        return print_json({'gaps': [_fields(gap) for gap in found]})
     print(printing.headline(case.schedule))
     rows = [
         (g.rank, g.where, number(g.start), number(g.length), g.before or '-', g.after or '-')
         for g in found
     ]
-    printing.print_table(('rank', 'where', 'start', 'length', 'after pass', 'before pass'), rows)
+    print_table(('rank', 'where', 'start', 'length', 'after pass', 'before pass'), rows)
     print(f'{len(found)} gaps, {number(sum(gap.length for gap in found))} in all')
 
 
@@ -237,7 +390,7 @@ def freeze_schedule(
     if output:
         printing.write(output, FreezePlan.of(schedule, found, warm_up, unit).to_json())
     if as_json:
-        return printing.print_json(
+        return print_json(
             {
                 'makespan': found.makespan,
                 'without_freezing': found.without,
@@ -252,9 +405,7 @@ def freeze_schedule(
         f'makespan {number(found.makespan)}, without freezing {number(found.without)}: '
         f'{gain:.1%} less, for {found.mean:.1%} of all weight gradients'
     )
-    printing.print_table(
-        ('stage', 'left out'), [(at, f'{ratio:.1%}') for at, ratio in enumerate(stages)]
-    )
+    print_table(('stage', 'left out'), [(at, f'{ratio:.1%}') for at, ratio in enumerate(stages)])
     print('a prediction; and another training, as it does not learn what is left out')
     if output:
         print(f'wrote {output}')

@@ -12,16 +12,10 @@ from megatron_zbpp.analysis.gain import RIVAL
 from megatron_zbpp.cli import arguments, printing
 from megatron_zbpp.cli.arguments import add_options
 from megatron_zbpp.cli.partitioning import limit_of
+from megatron_zbpp.cli.printing import print_json, print_table, print_wrapped
 from megatron_zbpp.ir.formats import MANY
 from megatron_zbpp.ir.timeline import MEANING
-from megatron_zbpp.partitioning.comparison import (
-    BEST,
-    PARTITIONS,
-    Row,
-    comparable,
-    compared,
-    winners,
-)
+from megatron_zbpp.partitioning import comparison
 from megatron_zbpp.planner.cost_sources import NO_TIMES, PlanCosts
 from megatron_zbpp.planner.figures import facts
 from megatron_zbpp.planner.limits import Bytes
@@ -43,12 +37,12 @@ def add_compare(command: ArgumentParser) -> None:
     arguments.add_shape(command)
     arguments.add_costs(command, layers=False)  # its own compares partitions
     arguments.add_vocabulary(command)
-    add_options(command, arguments.AGAINST)
-    add_options(command, '-o --output FILE  path  picture: .html, .svg, .png, .pdf')
-    add_options(command, arguments.TITLE)
     add_options(
         command,
-        """
+        arguments.AGAINST,
+        f"""
+        -o --output FILE  path  picture: .html, .svg, .png, .pdf
+        {arguments.TITLE}
         --layers-file (--layers) FILE  path as layers  of a model, as for zbpp partition: compare on
             partitions of it, not on --times
         --devices FILE  path  with --layers-file: as for zbpp partition
@@ -89,20 +83,16 @@ def compare(
     found_facts = [known[name] for name in in_turn]
     if as_json:
         left_out = [{'name': name, 'reason': reason} for name, reason in skipped.items()]
-        return printing.print_json(
-            {'schedules': found_facts, 'skipped': left_out, 'picture': output}
-        )
-    printing.print_table(*printing.rows(found_facts, asked.units))
+        return print_json({'schedules': found_facts, 'skipped': left_out, 'picture': output})
+    print_table(*printing.rows(found_facts, asked.units))
     if isinstance(asked.costs, PlanCosts):
-        printing.print_wrapped(
-            'other schedules: stages of the plan joined, or cut into equal parts'
-        )
+        print_wrapped('other schedules: stages of the plan joined, or cut into equal parts')
     rival = against + WHOLE * any(has_shards(case.schedule) for case in found.values())
-    printing.print_wrapped(f'gain: time saved against {rival}; {MEANING}')
+    print_wrapped(f'gain: time saved against {rival}; {MEANING}')
     if more := [f'{each["name"]} {each["copies"]}' for each in found_facts if each['copies'] > 1]:
-        printing.print_wrapped(f'copies of the weights, of a stage at most: {", ".join(more)}')
+        print_wrapped(f'copies of the weights, of a stage at most: {", ".join(more)}')
     if late := [each['name'] for each in found_facts if 'period' in each]:
-        printing.print_wrapped(
+        print_wrapped(
             f'asynchronous, train another model: {", ".join(late)}; period: time of a call of '
             f'{asked.num_microbatches} microbatches once the pipeline is full, and bubble that of '
             'it'
@@ -123,15 +113,15 @@ def _compare_partitions(
     devices = arguments.load_devices(options['devices'], options['num_ranks'])
     wanted, latencies = list(schedules), options['latencies'] or [0.0]
     limit = limit_of(limit and [limit], layers, file)
-    _, skipped = comparable(wanted, layers, len(devices), m)
-    rows: list[Row] = []
+    _, skipped = comparison.comparable(wanted, layers, len(devices), m)
+    rows: list[comparison.Row] = []
     with printing.progress('comparing', 'it', len(latencies)) as done:
         for at, latency in enumerate(latencies, 1):
-            rows += compared(layers, devices, m, wanted, [latency], memory_limit=limit)
+            rows += comparison.compared(layers, devices, m, wanted, [latency], memory_limit=limit)
             done(at / len(latencies))
     for row in (each for each in rows if not each.fits):
         name = f'{row.schedule}, {row.partition}, at {row.latency:g}'
-        found = ', and no partition was found that fits' * (row.partition == BEST)
+        found = ', and no partition was found that fits' * (row.partition == comparison.BEST)
         held = f'{Bytes(row.memory) if row.memory >= MANY else row.memory:g}'
         skipped[name] = f'a rank holds {held}, above its memory{found}'
     rows = [row for row in rows if row.fits]
@@ -141,11 +131,11 @@ def _compare_partitions(
     if options['csv']:
         with Path(options['csv']).open('w', newline='', encoding='utf-8') as file:
             writer = csv.writer(file)
-            writer.writerow(Row._fields)
+            writer.writerow(comparison.Row._fields)
             writer.writerows(rows)
-    best = winners(rows)
+    best = comparison.winners(rows)
     if as_json:
-        return printing.print_json(
+        return print_json(
             {
                 'rows': [row._asdict() for row in rows],
                 'best': [row._asdict() for row in best.values()],
@@ -153,7 +143,7 @@ def _compare_partitions(
             }
         )
     _print(rows, latencies)
-    for kind in PARTITIONS:
+    for kind in comparison.PARTITIONS:
         at_each = ((at, best.get((kind, at))) for at in latencies)
         said = [
             f'{row.schedule} at {at:g} (gain {row.gain:.1%})' if row else f'none at {at:g}'
@@ -190,9 +180,9 @@ def _require_read(given: Mapping[str, Any]) -> None:
             )
 
 
-def _print(rows: list[Row], latencies: list[float]) -> None:
+def _print(rows: list[comparison.Row], latencies: list[float]) -> None:
     """Print makespans: a line a schedule and partition, a column a latency; of one, the gain."""
-    lines: dict[tuple[str, str], dict[float, Row]] = {}
+    lines: dict[tuple[str, str], dict[float, comparison.Row]] = {}
     for row in rows:
         lines.setdefault((row.schedule, row.partition), {})[row.latency] = row
     in_turn = sorted(
@@ -208,4 +198,4 @@ def _print(rows: list[Row], latencies: list[float]) -> None:
         for (name, kind), own in in_turn
     ]
     heads = ('makespan at a latency of', *(f'{at:g}' for at in latencies))
-    printing.print_table((*heads, *(['gain'] if alone else [])), table)
+    print_table((*heads, *(['gain'] if alone else [])), table)

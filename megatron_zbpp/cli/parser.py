@@ -22,7 +22,6 @@ from megatron_zbpp.cli import (
     benching,
     commands,
     comparing,
-    drawing,
     partitioning,
     planning,
     printing,
@@ -35,11 +34,9 @@ from megatron_zbpp.planner.figures import FORMATS
 from megatron_zbpp.version import __version__
 
 # Commands whose numbers, if they take any, are no times.
-_TIMELESS = frozenset({'list', 'check', 'doctor', 'bench', 'partition', 'profile'})
-_TIMELESS |= {'advise', 'page'}
+_TIMELESS = frozenset('list check doctor bench partition profile advise page'.split())
 # Commands that print tables.
-_TABULAR = frozenset({'list', 'simulate', 'compare', 'plan', 'partition', 'profile', 'bubbles'})
-_TABULAR |= {'freeze', 'bench', 'advise'}
+_TABULAR = set('list simulate compare plan partition profile bubbles freeze bench advise'.split())
 _ALONE = ('-h', '--help', '--version')  # take no command
 
 _EXAMPLES = """
@@ -195,8 +192,6 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 class _Completion(argparse.Action):
-    """Prints the completion of a shell, and ends."""
-
     def __call__(self, parser: Any, _: object, shell: Any, *__: object) -> None:
         try:
             import shtab
@@ -247,15 +242,15 @@ _COMMANDS: tuple[tuple[Any, ...], ...] = (
     ('bench', benching.bench, benching.BENCH),
     ('advise', advising.print_advice, advising.add_advise),
     ('list', commands.list_families, commands.LIST, AGAINST),
-    ('show', drawing.show, add_case, drawing.SHOW, AGAINST, add_vocabulary),
+    ('show', commands.show, add_case, commands.SHOW, AGAINST, add_vocabulary),
     ('compare', comparing.compare, comparing.add_compare),
     ('simulate', commands.simulate_case, add_case, commands.add_simulate),
-    ('page', drawing.write_page, drawing.add_page),
+    ('page', commands.write_page, commands.add_page),
     ('plan', planning.plan_schedule, planning.add_planning),
     ('partition', partitioning.partition_layers, partitioning.add_partition),
     ('profile', profiling.profile, profiling.add_profile),
     ('check', commands.check_file, commands.CHECK),
-    ('convert', drawing.convert, add_case, drawing.add_convert),
+    ('convert', commands.convert, add_case, commands.add_convert),
     ('bubbles', commands.bubbles, add_case, commands.BUBBLES),
     ('freeze', commands.freeze_schedule, add_case, commands.FREEZE),
 )

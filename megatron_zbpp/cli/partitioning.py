@@ -11,15 +11,11 @@ from typing import Any
 from megatron_zbpp.analysis.gain import idle_parts
 from megatron_zbpp.cli import printing
 from megatron_zbpp.cli.arguments import add_options, add_search, flag, load_devices, load_layers
+from megatron_zbpp.cli.printing import print_json, print_reversed, print_table, print_wrapped
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.formats import BYTES
+from megatron_zbpp.partitioning import plans
 from megatron_zbpp.partitioning.layers import KINDS, Devices, Layers
-from megatron_zbpp.partitioning.plans import (
-    PartitionPlan,
-    default_placements,
-    partition,
-    partition_by,
-)
 from megatron_zbpp.partitioning.space import OBJECTIVES, Space, require_bytes
 from megatron_zbpp.partitioning.strategies import ORDERING, STRATEGIES
 from megatron_zbpp.planner.cases import Case
@@ -61,7 +57,7 @@ def add_partition(command: ArgumentParser) -> None:
 def placements_of(text: str | None, layers: Layers, ranks: int) -> list[Placement]:
     """Return the placements that are named: loop, v, wave, with the chunks of a rank behind."""
     if text is None:
-        return default_placements(layers, ranks)
+        return plans.default_placements(layers, ranks)
     found: list[Placement] = []
     for name in text.split(','):
         kind = name.rstrip('0123456789')
@@ -119,7 +115,7 @@ def partition_layers(
                     f'--strategy {strategy} takes no {flag(name)}: {why}; leave out one of the two'
                 )
         loop = [Placement.loop(len(devices))]
-        found, said = partition_by(
+        found, said = plans.partition_by(
             strategy, Space(model, devices, microbatches, loop, limit, **asked)
         )
         print(said, file=sys.stderr if as_json else sys.stdout)
@@ -128,7 +124,7 @@ def partition_layers(
         found, status = printing.searched(
             'partitioning',
             'this is the best partition',
-            lambda done: partition(
+            lambda done: plans.partition(
                 model,
                 devices,
                 microbatches,
@@ -146,7 +142,7 @@ def partition_layers(
     elif output:
         printing.write(output, json.dumps(made, indent=1))
     if as_json:
-        printing.print_json(made)
+        print_json(made)
         return status
     _print(found, devices, bool(memory_limit))
     if output:
@@ -154,7 +150,7 @@ def partition_layers(
     return status
 
 
-def _print(found: PartitionPlan, devices: Devices, limited: bool) -> None:
+def _print(found: plans.PartitionPlan, devices: Devices, limited: bool) -> None:
     timeline = found.timeline
     print(printing.headline(found.schedule))
     print(f'layout {found.layout}')
@@ -174,9 +170,9 @@ def _print(found: PartitionPlan, devices: Devices, limited: bool) -> None:
         held = f', and holds {most / alone:.1f} times its activations' if most > alone > 0 else ''
         limit = ': --memory-limit bounds them' if held and not limited else ''
         even = f'even split with 1f1b: {number(found.even)}; this takes {gain:.1%} less'
-        printing.print_wrapped(f'{even}{held}{limit}')
+        print_wrapped(f'{even}{held}{limit}')
     if not found.repeats:
-        printing.print_wrapped(
+        print_wrapped(
             'the clock or Ctrl-C ended the search: another run may find another plan, up to '
             f'{1 - found.lower_bound / found.value if found.value else 0.0:.1%} faster; with more '
             '--seconds it searches longer'
@@ -193,5 +189,5 @@ def _print(found: PartitionPlan, devices: Devices, limited: bool) -> None:
         most, static = peaks[rank], found.parameters[rank]
         memory = [amount(most), *([amount(static), amount(most + static)] if has else [])]
         rows.append([rank, name, own, number(timeline.busy(rank)), *memory])
-    printing.print_table(heads, rows)
-    printing.print_reversed(found.schedule.placement)
+    print_table(heads, rows)
+    print_reversed(found.schedule.placement)

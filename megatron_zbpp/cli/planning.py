@@ -12,6 +12,7 @@ from typing import Any
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.cli import arguments, printing
 from megatron_zbpp.cli.arguments import add_options, case_request
+from megatron_zbpp.cli.printing import print_json, print_table, print_wrapped
 from megatron_zbpp.ir.costs_file import SELECTIVE
 from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.mcore.settings import meaning
@@ -77,7 +78,7 @@ def plan_schedule(
     elif output:
         printing.write(output, json.dumps(made, indent=1))
     if as_json:
-        printing.print_json(made)
+        print_json(made)
         return status
     print(printing.headline(found.schedule))
     printing.print_summary(made, found.units)
@@ -121,7 +122,7 @@ def _print_plan(found: PlanAnswer, made: dict) -> None:
         return
     counts = found.counts
     rows = [(each.slices, each.sizes[-1], each.name, number(each.value)) for each in counts]
-    printing.print_table(('slices', 'shortest, tokens', 'best named', found.objective), rows)
+    print_table(('slices', 'shortest, tokens', 'best named', found.objective), rows)
     whole = next((each.value for each in counts if each.slices == 1), None)
     if not sizes:
         print('whole sequences: more slices gain less than 1 %')
@@ -138,10 +139,10 @@ def _print_shards(found: ShardAnswer, made: dict, usual: bool) -> None:
         print(f'slices of {", ".join(map(str, made["slice_sizes"]))} tokens')
     if len(found.ways) > 1:
         rows = [(w.slices, w.layer, w.case.schedule.name, number(w.value)) for w in found.ways]
-        printing.print_table(('slices', 'output layer', 'best named', found.objective), rows)
-        printing.print_wrapped(found.reason())
+        print_table(('slices', 'output layer', 'best named', found.objective), rows)
+        print_wrapped(found.reason())
     if usual and found.share != IN_FILE:
-        printing.print_wrapped(
+        print_wrapped(
             f'share of a shard: {found.share:g}, the usual one; of a GPT it is words / (12 x '
             f'hidden size) / layers of a rank / ranks: give {AUTO}:SHARE'
         )
@@ -169,7 +170,7 @@ def _plan_frontier(
         _draw_frontier(asked, points, output, title)
     if as_json:
         made = [{'memory_limit': at, **found.facts(against)} for at, found in points]
-        printing.print_json({'frontier': made})
+        print_json({'frontier': made})
         return status
     rows: list[tuple[str, ...]] = []
     for limit, found in points:
@@ -180,8 +181,8 @@ def _plan_frontier(
         own = window if found.objective == 'window' else (makespan, gain)
         rows.append((number(limit), *own, idle, f'{found.gap:.2%}', best))
     share = 'bubble' if asked.objective == 'window' else 'gain'
-    printing.print_table(('limit', asked.objective, share, 'idle', 'gap', 'best named'), rows)
-    printing.print_wrapped(f'gain: time saved against {against}; {MEANING}')
+    print_table(('limit', asked.objective, share, 'idle', 'gap', 'best named'), rows)
+    print_wrapped(f'gain: time saved against {against}; {MEANING}')
     if output:
         print(f'wrote {output}')
     return status
@@ -224,9 +225,9 @@ def add_planning(parser: ArgumentParser) -> None:
     add_options(parser, f'--vpp V,...  counts as num_chunks  {chunks}')
     arguments.add_costs(parser)
     arguments.add_vocabulary(parser, _share_or_auto)
-    add_options(parser, arguments.AGAINST)
     add_options(
         parser,
+        arguments.AGAINST,
         f"""
         --placements (--placement) NAME,...  placements = {','.join(PLACEMENTS)}  that may be used,
             all of one way: loop, v, wave; default all
@@ -247,10 +248,10 @@ def add_planning(parser: ArgumentParser) -> None:
         --least-slice TOKENS  count = {LEAST}  of --slices auto: tokens of a slice, as a mean of
             all; default {LEAST}
         """,
+        arguments.COPY_RATIO,
+        '--num-layers (--layers) N  count  of the model: no more stages than that',
         actions=lambda text: tuple(sorted({*_some(*NAMES, SELECTIVE)(text)})),
     )
-    add_options(parser, arguments.COPY_RATIO)
-    add_options(parser, '--num-layers (--layers) N  count  of the model: no more stages than that')
     add_options(
         parser.add_mutually_exclusive_group(),
         """

@@ -34,7 +34,6 @@ PICTURES = ('html', 'svg', 'png', 'pdf')  # formats, and how names of their file
 # of a table of schedules, see `row`; with names as long as there are, a line has 80 columns
 HEADS = ('schedule', 'makespan', 'gain', 'idle', 'window', 'bubble', 'peak')
 
-
 _found: ContextVar[list[tuple[Sequence[str], Lines]] | None] = ContextVar('found', default=None)
 
 
@@ -55,34 +54,23 @@ def rows(
     found: Sequence[dict], units: Units = UNITS
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return heads and lines of a table; of asynchronous schedules the period, of a call."""
-    found = [
-        {**each, 'peak_activations': list(map(units.scaled, each['peak_activations']))}
-        for each in found
-    ]
     heads = (*HEADS[:-1], 'peak, GiB' if units.memory == BYTES else HEADS[-1])
-    lines = list(map(row, found))
+    lines = [row(each, units) for each in found]
     if not any('period' in each for each in found):
         return heads, lines
-    for at, (line, each) in enumerate(zip(lines, found, strict=True)):
-        if 'period' in each:
-            name, _, gain, _, _, bubble, peak = line
-            lines[at] = (name, '-', gain, '-', '-', bubble, peak, number(each['period']))
-        else:
-            lines[at] = (*line, '')
-    return (*heads, 'period'), lines
+    periods = (number(each['period']) if 'period' in each else '' for each in found)
+    return (*heads, 'period'), [(*line, each) for line, each in zip(lines, periods, strict=True)]
 
 
-def row(found: dict) -> tuple[str, ...]:
-    """Return the facts as a line of a table."""
-    return (
-        found['name'],
-        number(found['makespan']),
-        '-' if found['gain'] is None else f'{found["gain"]:.1%}',
-        f'{found["idle_all_ranks"]:.2%}',
-        number(found['window']),
-        f'{found["bubble"]:.2%}',
-        number(max(found['peak_activations'])),
-    )
+def row(found: dict, units: Units = UNITS) -> tuple[str, ...]:
+    """Return the facts as a line of a table; an asynchronous schedule has no iteration."""
+    makespan, window = number(found['makespan']), number(found['window'])
+    idle = f'{found["idle_all_ranks"]:.2%}'
+    if 'period' in found:
+        makespan = window = idle = '-'
+    gain = '-' if found['gain'] is None else f'{found["gain"]:.1%}'
+    most = number(units.scaled(max(found['peak_activations'])))
+    return found['name'], makespan, gain, idle, window, f'{found["bubble"]:.2%}', most
 
 
 def headline(schedule: Schedule) -> str:

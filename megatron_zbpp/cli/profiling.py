@@ -173,8 +173,8 @@ def shape_of(options: Mapping[str, Any]) -> Shape:
             raise ValueError(
                 f'{option(name)} is about --model {" or ".join(models)}, not {model}: leave it out'
             )
-    found = {each.name: options.get(each.name) for each in fields(Shape)}
-    given = {name: value for name, value in found.items() if value is not None}
+    names = (each.name for each in fields(Shape))
+    given = {name: value for name in names if (value := options.get(name)) is not None}
     if model == 'hybrid':
         main = (options['pattern'] or '').partition('/')[0]
         given.setdefault('layers', len(main.replace('|', '')))

@@ -108,26 +108,24 @@ class Repartition:
         """Return True once the search has ended; tell the user its result, once."""
         if not self.search.ended():
             return False
+        nothing = 'auto: no other partition of the layers was found, see above'
         text = self.search.answer()
-        if text:
-            self._report(text)
-        else:
-            self.say('auto: no other partition of the layers was found, see above')
+        self.say(self._report(text) if text else nothing)
         return True
 
     def end(self) -> None:
         """Cancel the search."""
         self.search.end()
 
-    def _report(self, text: str) -> None:
+    def _report(self, text: str) -> str:
+        """Write the plan's file, if it is worth a new start; return words for the user."""
         plan, measured_run = json.loads(text), self.measured_run
         expected = plan[self.objective]
         gain = 1 - expected / measured_run.now if measured_run.now else 0.0
         fit = f'layers fitted to stages within {measured_run.error:.1%}'
         fit += f'; {measured_run.unequal} for its layers' if measured_run.unequal else ''
         if gain < _WORTH:
-            self.say(f'auto: no other partition of the layers gains {_WORTH:.0%} ({fit})')
-            return
+            return f'auto: no other partition of the layers gains {_WORTH:.0%} ({fit})'
         times = f'{expected * 1e3:.1f} ms instead of {measured_run.now * 1e3:.1f} ms predicted'
         holds = f'it holds {max(plan["peak_activations"]):.3g} activations'
         what = f'auto: the partition {plan["layout"]} would be {gain:.1%} faster'
@@ -135,9 +133,8 @@ class Repartition:
         try:
             path = _written(text)
         except OSError as error:
-            self.say(f'{what}; its plan could not be written ({error})')
-            return
-        self.say(
+            return f'{what}; its plan could not be written ({error})'
+        return (
             f'{what}; layers do not move while a run lasts: start again from a checkpoint with '
             f'--pipeline-schedule-file {path}'
         )
@@ -229,8 +226,7 @@ class AutoPlan(Guest):
         other = AutoPlan()
         known = self._sizes.pop(num_microbatches, {name: getattr(other, name) for name in _OF_SIZE})
         self._num_microbatches = num_microbatches
-        for name, value in known.items():
-            setattr(self, name, value)
+        vars(self).update(known)
 
     def _start(self, schedule: Schedule) -> None:
         self.costs, limit, full = merge_measurements(self._found, schedule, self.memory_limit)
@@ -240,9 +236,8 @@ class AutoPlan(Guest):
         spare = f'; {min(unused) / 2**30:.3g} GiB or more never needed' if unused else ''
         words = _words(self.costs, schedule.placement, full)
         self.say(f'auto: {words}; plans within {limit:.3g} activations{spare}')
-        placement = schedule.placement
         pipelines = [(each.ranks, each.costs) for each in self._found if each.rank == 0]
-        for rank, times in slow_ranks(pipelines, placement).items():
+        for rank, times in slow_ranks(pipelines, schedule.placement).items():
             self.say(
                 f'auto: rank {rank} takes {times:.3g} times as long as other replicas usually do '
                 'for the same stages: all of them wait for it'

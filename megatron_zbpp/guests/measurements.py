@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -15,10 +14,10 @@ from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.runtime.clock import USABLE
+from megatron_zbpp.runtime.groups import gather_objects
 from megatron_zbpp.runtime.measure import Iteration
 
 WARM_UP = 2  # iterations that are slower than others
-_T = TypeVar('_T')
 
 
 @dataclass(frozen=True)
@@ -44,14 +43,7 @@ def measured(iteration: Iteration) -> list[Measured]:
         dist.get_rank(iteration.pp_group),
         tuple(dist.get_process_group_ranks(iteration.pp_group)),
     )
-    return from_all(own)
-
-
-def from_all(own: _T) -> list[_T]:
-    """Return the values of all ranks of the job: a collective."""
-    found = [own] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found
+    return gather_objects(own)
 
 
 def merge_measurements(

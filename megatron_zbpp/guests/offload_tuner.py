@@ -16,16 +16,11 @@ import torch.distributed as dist
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.guests.base import Change, Guest, Run
-from megatron_zbpp.guests.measurements import (
-    WARM_UP,
-    Measured,
-    from_all,
-    measured,
-    merge_measurements,
-)
+from megatron_zbpp.guests.measurements import WARM_UP, Measured, measured, merge_measurements
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import HOST, TRANSFERS
+from megatron_zbpp.runtime.groups import gather_objects
 from megatron_zbpp.runtime.log import rank_log
 from megatron_zbpp.runtime.measure import Iteration
 from megatron_zbpp.techniques.base import copy_ratio
@@ -59,7 +54,7 @@ class OffloadTuner(Guest):
             return None
         self.settled = True
         ways: dict[int, float] = {}
-        for found in from_all(dict(run.copy_times())):
+        for found in gather_objects(dict(run.copy_times())):
             ways |= {stage: max(seconds, ways.get(stage, 0.0)) for stage, seconds in found.items()}
         costs, room, _ = merge_measurements(self._found, iteration.schedule, inf)
         times = tuple(ways.get(stage, 0.0) for stage in range(costs.num_stages))
@@ -75,12 +70,11 @@ class OffloadTuner(Guest):
         ratio = copy_ratio(costs)
         planned = offloaded(base, FREE, costs)
         found = f'offload auto: k = {ratio:.2g} measured'
-        if max(peak(planned, costs)) > max(room, *peak(runs, costs)):
-            share, costs_nothing = 'all', None
-            planned, found = runs, f'{found}, but the device has no room for more'
-        else:
-            share = 'all' if ratio <= 1 else f'the share 1/k, {1 / ratio:.0%},'
-            costs_nothing = costs
+        share = 'all' if ratio <= 1 else f'the share 1/k, {1 / ratio:.0%},'
+        fits = max(peak(planned, costs)) <= max(room, *peak(runs, costs))
+        if not fits:
+            planned, share = runs, 'all'
+            found += ', but the device has no room for more'
         with_, without = (simulate(each, costs).makespan for each in (planned, base))
         holds, held = (max(peak(each, costs)) for each in (planned, base))
         self._tell(
@@ -88,7 +82,7 @@ class OffloadTuner(Guest):
             f'{with_ * 1e3:.4g} ms, {with_ / without - 1:+.1%} for it, and {holds:.3g} activations '
             f'of a full rank instead of {held:.3g}'
         )
-        return costs_nothing
+        return costs if fits else None
 
     def _tell(self, message: str) -> None:
         if dist.get_rank() == 0:

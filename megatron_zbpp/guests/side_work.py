@@ -109,7 +109,6 @@ class _Times:
 
     @classmethod
     def middle(cls, found: Sequence[_Times]) -> _Times:
-        """Return the medians of several iterations."""
         first = found[-1]
         found = [each for each in found if each.starts.keys() == first.starts.keys()]
         return cls(
@@ -155,7 +154,6 @@ class SideWork(Filler):
         self._ahead = 0
         self._row = 0
         self._last_end: float | None = None  # of the iteration before
-        self._lead: float | None = None
 
     def stop(self) -> None:
         """Run no more steps."""
@@ -173,15 +171,12 @@ class SideWork(Filler):
         self._ahead = len(record.passes)
 
     def before(self, p: Pass) -> None:
-        if not self.active:
+        expected = self._expected
+        if expected is None or not self.active or expected.gaps.get(p, 0.0) <= self._long:
             return
-        assert self._expected is not None and self._clock is not None and self._record is not None
-        expected, marks = self._expected, self._record.marks
-        if p not in expected.gaps or expected.gaps[p] <= self._long:
-            return
-        _wait_for_device()
-        if len(marks) > self._ahead:
-            until = self._clock.seconds(marks[self._ahead][0]) + expected.starts[p]
+        first = self._first_start()
+        if first is not None:
+            until = first + expected.starts[p]
         else:
             until = self._began + expected.after_begin
             if self._last_end is not None:
@@ -189,14 +184,18 @@ class SideWork(Filler):
         self._run(until)
 
     def at_end(self) -> None:
-        if not self.active:
-            return
-        assert self._expected is not None and self._clock is not None and self._record is not None
+        expected = self._expected
+        if expected is not None and self.active and expected.end_gap > self._long:
+            first = self._first_start()
+            if first is not None:
+                self._run(first + expected.end)
+
+    def _first_start(self) -> float | None:
+        """Wait for the device; return when the first pass that is left began; None: it has not."""
+        assert self._clock is not None and self._record is not None
+        _wait_for_device()
         marks = self._record.marks[self._ahead :]
-        if self._expected.end_gap > self._long and marks:
-            _wait_for_device()
-            first = self._clock.seconds(marks[0][0])
-            self._run(first + self._expected.end)
+        return self._clock.seconds(marks[0][0]) if marks else None
 
     def after(self, iteration: Iteration, overlaps: bool = False) -> None:
         """Handle the end of an iteration: a collective of its pipeline while measuring."""

@@ -17,7 +17,6 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch.distributed as dist
 from nemo.lens.state import is_span_group_enabled  # pyright: ignore[reportMissingImports]
@@ -35,18 +34,6 @@ _KEPT = 4  # iterations whose contexts are in the store
 
 Messages = Mapping[Pass, Sequence[tuple[str, int]]]
 """Messages of passes: the end of a span's name, and the rank of the pipeline at the other end."""
-
-
-class Span(NamedTuple):
-    """One span."""
-
-    name: str  # in Megatron's scheme
-    p: Pass  # the pass that it is of, or that makes or takes the message
-    start: float  # in seconds of this host's monotonic clock
-    end: float  # likewise
-    # the rank of the pipeline at the other end of a message; None: it is of a pass
-    peer: int | None = None
-    came: bool = False  # whether it is of a message that this rank takes
 
 
 class Spans(Guest):
@@ -76,11 +63,29 @@ class Spans(Guest):
             return
         rank, timed = dist.get_rank(iteration.pp_group), iteration.spans()
         ran, kinds = iteration.record.passes, iteration.schedule.graph.kinds
-        spans = [  # of passes that are no forward and no backward of Megatron's
-            Span(f'megatron.microbatch.{kinds[p.kind].words.replace(" ", "_")}', p, *span)
-            for p, span in zip(ran, timed, strict=True)
-            if passes and not {F, B} & set(done_by(p))
-        ]
+        tracer, ahead = trace.get_tracer('nemo.lens'), time.time_ns() - time.perf_counter_ns()
+
+        def export(
+            name: str,
+            p: Pass,  # the pass that it is of, or that makes or takes the message
+            start: float,  # in seconds of this host's monotonic clock
+            end: float,  # likewise
+            peer: int | None = None,  # rank of the pipeline at the other end of a message
+            links: Sequence[trace.Link] = (),
+        ) -> None:
+            attributes = {
+                'dl.pipeline_parallel.rank': rank,
+                'megatron.microbatch_id': p.microbatch,
+                'megatron.pp.stage': p.stage,
+                'megatron.pp.slice': p.slice,
+                **({} if peer is None else {'megatron.pp.peer': peer}),
+            }
+            start, end = (ahead + round(at * 1e9) for at in (start, end))
+            tracer.start_span(name, attributes=attributes, links=links, start_time=start).end(end)
+
+        for p, span in zip(ran, timed, strict=True):
+            if passes and not {F, B} & set(done_by(p)):  # neither of Megatron's own
+                export(f'megatron.microbatch.{kinds[p.kind].words.replace(" ", "_")}', p, *span)
         if messages:
             if self._schedule is not iteration.schedule:
                 self._schedule = iteration.schedule
@@ -89,26 +94,11 @@ class Spans(Guest):
             free = timed[0][0] if timed else 0.0
             for p, (start, end) in zip(ran, timed, strict=True):
                 for name, peer in taken.get(p, ()):
-                    spans.append(Span(f'megatron.p2p.recv_{name}', p, free, start, peer, came=True))
+                    links = self._links(iteration.pp_group, peer)
+                    export(f'megatron.p2p.recv_{name}', p, free, start, peer, links)
                 for name, peer in made.get(p, ()):
-                    spans.append(Span(f'megatron.p2p.send_{name}', p, end, end, peer))
+                    export(f'megatron.p2p.send_{name}', p, end, end, peer)
                 free = end
-        tracer, ahead = trace.get_tracer('nemo.lens'), time.time_ns() - time.perf_counter_ns()
-        for span in spans:
-            attributes = {
-                'dl.pipeline_parallel.rank': rank,
-                'megatron.microbatch_id': span.p.microbatch,
-                'megatron.pp.stage': span.p.stage,
-                'megatron.pp.slice': span.p.slice,
-            }
-            links = []
-            if span.peer is not None:
-                attributes['megatron.pp.peer'] = span.peer
-                links = self._links(iteration.pp_group, span.peer) if span.came else []
-            start, end = (ahead + round(at * 1e9) for at in (span.start, span.end))
-            tracer.start_span(span.name, attributes=attributes, links=links, start_time=start).end(
-                end
-            )
 
     def _links(self, pp_group: dist.ProcessGroup, peer: int) -> list[trace.Link]:
         """Return a link to the iteration of a rank of the pipeline; none where it exports none."""

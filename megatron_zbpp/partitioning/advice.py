@@ -19,15 +19,13 @@ from megatron_zbpp.planner.limits import by_bound
 from megatron_zbpp.schedules import find
 
 # Flags that a setup gives itself or whose values are of another setup: with a value, and without.
-REPLACED = tuple(
-    (
-        'tensor-model-parallel-size pipeline-model-parallel-size expert-model-parallel-size '
-        'micro-batch-size num-layers-per-virtual-pipeline-stage '
-        'num-virtual-stages-per-pipeline-rank pipeline-model-parallel-layout '
-        'decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers '
-        'recompute-granularity recompute-method recompute-num-layers recompute-modules'
-    ).split()
-)
+REPLACED = (
+    'tensor-model-parallel-size pipeline-model-parallel-size expert-model-parallel-size '
+    'micro-batch-size num-layers-per-virtual-pipeline-stage '
+    'num-virtual-stages-per-pipeline-rank pipeline-model-parallel-layout '
+    'decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers '
+    'recompute-granularity recompute-method recompute-num-layers recompute-modules'
+).split()
 SWITCHES = ('--sequence-parallel', '--recompute-activations', '--distribute-saved-activations')
 _AGAIN = {
     FULL: '--recompute-granularity full --recompute-method uniform --recompute-num-layers 1',
@@ -78,14 +76,11 @@ def processes(launcher: Sequence[str], gpus: int, per_node: int) -> list[str]:
     return [*launcher[:at], *nodes, '--nproc-per-node', str(each), *kept]
 
 
-SCHEDULES = (
-    *('1f1b', 'interleaved', 'zb-h1', 'zb-h2', 'zb-v', 'zb-interleaved'),
-    *('v-half', 'v-min', 'po-h', 'po-f'),
-)
-# Options that hold a size of all setups, by the field of `Setup`.
-HELD = {'pp': '--pp', 'tp': '--tp', 'chunks': '--vpp', 'ep': '--ep', 'micro_batch': '--micro-batch'}
 # Schedules that hold less than another one and idle more: weighed where that one does not fit.
 _SPARING: dict[str, str] = dict.fromkeys(('v-half', 'v-min', 'po-h', 'po-f'), 'zb-v')
+SCHEDULES = ('1f1b', 'interleaved', 'zb-h1', 'zb-h2', 'zb-v', 'zb-interleaved', *_SPARING)
+# Options that hold a size of all setups, by the field of `Setup`.
+HELD = {'pp': '--pp', 'tp': '--tp', 'chunks': '--vpp', 'ep': '--ep', 'micro_batch': '--micro-batch'}
 _TRIED = {'chunks': (2, 3, 4, 5, 6, 8), 'micro_batch': (1, 2, 4, 8, 16)}
 
 
@@ -98,11 +93,6 @@ class Advice(NamedTuple):
     # the iteration of the launch line's own setup; None: there is none
     own: Prediction | None = None
     least: Prediction | None = None  # the one that takes the least memory, where nothing fits
-
-
-class _Candidate(NamedTuple):
-    setup: Setup
-    stages: Stages
 
 
 def advise(
@@ -122,62 +112,56 @@ def advise(
     setups = list(setups_of(job, schedules, held))
     if own is not None and own not in setups and _has(own, held):
         setups.append(own)
-    found: list[_Candidate] = []
+    found: dict[Setup, Stages] = {}
     for setup in setups:
         with suppress(ValueError):  # it is not possible
-            found.append(_Candidate(setup, stages_of(job, setup)))
+            found[setup] = stages_of(job, setup)
     if not found:
-        kept = ', '.join(f'{HELD[name]} {size}' for name, size in held.items())
+        sizes = ', '.join(f'{HELD[name]} {size}' for name, size in held.items())
         raise ValueError(
             f'{job.gpus} GPUs, a batch of {job.global_batch} and {job.shape.layers} layers do not '
-            f'divide into any setup{kept and f" with {kept}"}: give --gpus, --global-batch-size or '
-            f'--num-layers that divide by more{kept and ", or other sizes, or --schedules"}'
+            f'divide into any setup{sizes and f" with {sizes}"}: give --gpus, --global-batch-size '
+            f'or --num-layers that divide by more{sizes and ", or other sizes, or --schedules"}'
         )
-    fit = [each for each in found if each.stages.least <= job.room]
-    search = _Search(job, count, {} if own is None or kept is None else {own: kept})
+    fit = {setup: stages for setup, stages in found.items() if stages.least <= job.room}
+    made: dict[Setup, Prediction | None] = {}
+    best: list[Prediction] = []
+
+    def prediction(setup: Setup) -> Prediction | None:
+        with suppress(ValueError):  # its schedule takes no such microbatches
+            return predict(job, setup, found[setup])
+        return None
+
+    def slowest() -> float:  # that a bound must be below
+        return best[-1].seconds if len(best) == count else inf
+
     for sparing in (False, True):
-        turn = [each for each in fit if (each.setup.schedule in _SPARING) == sparing]
-        search.run(turn, lambda: done(min(1.0, len(search.made) / len(fit))))
-    least: list[Prediction] = []  # setups whose fullest rank takes less than those before
-    bounds = ((each.stages.least, each) for each in (() if search.best else found))
-    for each in by_bound(bounds, lambda: max(least[-1].nbytes) if least else inf):
-        one = _predicted(job, each)
-        if one is not None and (not least or max(one.nbytes) < max(least[-1].nbytes)):
-            least.append(one)
-    smallest = least[-1] if least else None
-    return Advice(tuple(search.best), len(found), len(search.made), kept, smallest)
-
-
-class _Search:
-    """A search that simulates setups, and keeps the best `count`; `known`: earlier iterations."""
-
-    def __init__(self, job: Job, count: int, known: dict[Setup, Prediction]) -> None:
-        self.job, self.count, self.known = job, count, known
-        self.made: dict[Setup, Prediction | None] = {}
-        self.best: list[Prediction] = []
-
-    def run(self, candidates: Iterable[_Candidate], done: Callable[[], None]) -> None:
-        """Simulate candidates in the order of their bounds; stop when the rest cannot be better."""
         bounds = (
-            (each.stages.bound(self.job.microbatches(each.setup)), each) for each in candidates
+            (stages.bound(job.microbatches(setup)), setup)
+            for setup, stages in fit.items()
+            if (setup.schedule in _SPARING) == sparing
         )
-
-        def slowest() -> float:  # that a bound must be below
-            return self.best[-1].seconds if len(self.best) == self.count else inf
-
-        for each in by_bound(bounds, slowest):
-            rival = _SPARING.get(each.setup.schedule)
-            if rival and each.setup not in self.known:
-                made = self.made.get(replace(each.setup, schedule=rival, chunks=2))
-                if made is not None and max(made.nbytes) <= self.job.room:
+        for setup in by_bound(bounds, slowest):
+            if sparing and setup != own:
+                other = made.get(replace(setup, schedule=_SPARING[setup.schedule], chunks=2))
+                if other is not None and max(other.nbytes) <= job.room:
                     continue
-            made = self.known.get(each.setup) or _predicted(self.job, each)
-            self.made[each.setup] = made
-            if made is not None and max(made.nbytes) <= self.job.room:
-                self.best = sorted(
-                    [*self.best, made], key=lambda one: (one.seconds, max(one.nbytes))
-                )[: self.count]
-            done()
+            one = made[setup] = kept if setup == own else prediction(setup)
+            if one is not None and max(one.nbytes) <= job.room:
+                best = sorted([*best, one], key=lambda each: (each.seconds, max(each.nbytes)))
+                best = best[:count]
+            done(min(1.0, len(made) / len(fit)))
+    least: Prediction | None = None
+
+    def fullest() -> float:
+        return inf if least is None else max(least.nbytes)
+
+    bounds = ((stages.least, setup) for setup, stages in (() if best else found.items()))
+    for setup in by_bound(bounds, fullest):
+        one = prediction(setup)
+        if one is not None and max(one.nbytes) < fullest():
+            least = one
+    return Advice(tuple(best), len(found), len(made), kept, least)
 
 
 def _has(setup: Setup, held: Mapping[str, int]) -> bool:
@@ -216,14 +200,6 @@ def _sizes(job: Job) -> Iterator[tuple[int, int, int]]:
 
 def _divisors(number: int) -> list[int]:
     return [k for k in range(1, number + 1) if not number % k]
-
-
-def _predicted(job: Job, each: _Candidate) -> Prediction | None:
-    """Return the iteration of a candidate; None: its schedule takes no such microbatches."""
-    try:
-        return predict(job, each.setup, each.stages)
-    except ValueError:
-        return None
 
 
 def with_measured(job: Job, measured: tuple[float, float, float], setup: Setup) -> Job:

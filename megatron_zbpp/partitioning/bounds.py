@@ -13,6 +13,7 @@ each kind are used. Links count with the fastest there is, memory not at all.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from functools import cached_property
 from math import prod
@@ -30,8 +31,7 @@ class Bounds:
 
     def __init__(self, space: Space) -> None:
         self.space = space
-        layers = space.layers
-        self._sums = [layers.sums(name) for name in ('forward', 'backward', 'weight')]
+        self._sums = [space.layers.sums(name) for name in ('forward', 'backward', 'weight')]
         used = [device.factors for device in space.devices.devices]
         self._fastest: Factors = tuple(map(min, zip(*used, strict=True)))  # type: ignore[assignment]
         ranks = range(len(used))
@@ -144,8 +144,7 @@ class Bounds:
     ) -> tuple[list[int], list[Factors]] | None:
         """Return as `_reached`: for each number of used devices of each kind, the furthest end."""
         kinds = list(counts)
-        start = (0,) * len(kinds)
-        rows: list[dict[tuple[int, ...], tuple[int, int]]] = [{start: (0, -1)}]
+        rows: list[dict[tuple[int, ...], tuple[int, int]]] = [{(0,) * len(kinds): (0, -1)}]
         for stage in range(sum(counts.values())):
             row: dict[tuple[int, ...], tuple[int, int]] = {}
             for used, (end, _) in rows[-1].items():
@@ -170,11 +169,8 @@ class Bounds:
 
     def _furthest(self, start: int, factors: Factors, most: float, stage: int) -> int:
         """Return the last end of a stage from `start` on whose bound is at most `most`."""
-        low, high = start, len(self.space.layers)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._stage(start, middle, factors, stage) <= most * (1 + 1e-12):
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        ends = range(start + 1, len(self.space.layers) + 1)
+        limit = most * (1 + 1e-12)
+        return start + bisect_right(
+            ends, limit, key=lambda end: self._stage(start, end, factors, stage)
+        )

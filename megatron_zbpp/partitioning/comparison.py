@@ -15,17 +15,12 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.bounds import Bounds
 from megatron_zbpp.partitioning.layers import Devices, Layers
 from megatron_zbpp.partitioning.search import climb, moved_layers, named_schedule
-from megatron_zbpp.partitioning.space import (
-    Partition,
-    Space,
-    memory_limits,
-    parameters_held,
-    stage_costs,
-)
+from megatron_zbpp.partitioning.space import Partition, Space, parameters_held, stage_costs
 from megatron_zbpp.planner.limits import Limit
 from megatron_zbpp.schedules import build, find
 
 EVEN, BEST = PARTITIONS = 'even', 'best'
+_MOST_SIMULATED = 200  # partitions, to find the best one
 
 
 class Row(NamedTuple):
@@ -51,13 +46,12 @@ def compared(
     names: Iterable[str],
     latencies: Sequence[float],
     partitions: Sequence[str] = PARTITIONS,
-    rounds: int = 200,
     memory_limit: Limit = None,
 ) -> Iterator[Row]:
     """Yield a row for each schedule that can be built, each partition and each latency.
 
-    Rank r is device r. `rounds` limits the simulations of a search for the best partition,
-    `memory_limit` what a rank may hold, parameters included, beside the memory of the devices.
+    Rank r is device r. `memory_limit` limits what a rank may hold, parameters included, beside the
+    memory of the devices.
     """
     schedules, _ = comparable(names, layers, len(devices), num_microbatches)
     for latency in latencies:
@@ -71,9 +65,23 @@ def compared(
             even = space.even(schedule.placement)
             known = {even: _Held.of(space, even, name)}
             for kind in partitions:
-                where = even if kind == EVEN else best_for(space, known, name, rounds)
+                where = even if kind == EVEN else best_for(space, known, name)
                 found = known.get(where) or _Held.of(space, where, name)
-                yield _row(name, kind, latency, space, where, found, rival)
+                timeline = simulate(found.schedule, found.costs)
+                parameters = parameters_held(layers, where)
+                yield Row(
+                    name,
+                    kind,
+                    layers.text(where.cuts),
+                    latency,
+                    timeline.makespan,
+                    max(timeline.windows),
+                    1 - timeline.makespan / rival if rival else 0.0,
+                    timeline.bubble,
+                    max(found.peaks),
+                    max(map(sum, zip(found.peaks, parameters, strict=True))),
+                    min(found.room) >= 0,
+                )
 
 
 def with_latency(devices: Devices, latency: float) -> Devices:
@@ -84,13 +92,13 @@ def with_latency(devices: Devices, latency: float) -> Devices:
     return replace(devices, latency=more)
 
 
-def best_for(space: Space, known: Mapping[Partition, _Held], name: str, rounds: int) -> Partition:
+def best_for(space: Space, known: Mapping[Partition, _Held], name: str) -> Partition:
     """Return the best partition found for one named schedule.
 
     It is searched from the even one, from stages of about equal time, and from those of the bound;
     where none of them keeps the memory, from partitions near them that do.
     """
-    bounds, left = Bounds(space), count(rounds - 1, -1)
+    bounds, left = Bounds(space), count(_MOST_SIMULATED - 1, -1)
 
     def go_on(_: object) -> bool:
         return next(left) > 0
@@ -158,7 +166,6 @@ class _Held(NamedTuple):
 
     @classmethod
     def of(cls, space: Space, where: Partition, name: str) -> _Held:
-        """Return the schedule of that name on that partition."""
         costs = stage_costs(space.layers, space.devices, where)
         problem, ranks, m = space.problem(where), len(space.devices), space.num_microbatches
         schedule = None if problem is None else named_schedule(name, problem)
@@ -166,28 +173,9 @@ class _Held(NamedTuple):
             adapts = 'costs' in find(name).options
             schedule = build(name, ranks, m, costs=costs if adapts else None)
         peaks = tuple(peak(schedule, costs))
-        limits = memory_limits(space.layers, space.devices, where, space.limits)
-        room = (most * (1 + 1e-9) - own for own, most in zip(peaks, limits, strict=True))
+        pairs = zip(peaks, space.memory_limits(where), strict=True)
+        room = (most * (1 + 1e-9) - own for own, most in pairs)
         return cls(schedule, costs, peaks, tuple(room))
-
-
-def _row(
-    name: str, kind: str, latency: float, space: Space, where: Partition, found: _Held, rival: float
-) -> Row:
-    timeline, taken = simulate(found.schedule, found.costs), parameters_held(space.layers, where)
-    return Row(
-        name,
-        kind,
-        space.layers.text(where.cuts),
-        latency,
-        timeline.makespan,
-        max(timeline.windows),
-        1 - timeline.makespan / rival if rival else 0.0,
-        timeline.bubble,
-        max(found.peaks),
-        max(map(sum, zip(found.peaks, taken, strict=True))),
-        min(found.room) >= 0,
-    )
 
 
 def winners(rows: Iterable[Row]) -> dict[tuple[str, float], Row]:

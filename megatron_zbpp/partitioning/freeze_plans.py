@@ -237,9 +237,6 @@ _FIELDS = {
     'format': strict_json.one_of(FORMAT),
     'schedule': strict_json.anything,
     'ratios': strict_json.object_of(strict_json.anything, 'passes and shares'),
-    'makespan': strict_json.number,
-    'without_freezing': strict_json.number,
-    'warm_up': strict_json.integer,
-    'unit': strict_json.integer,
-    'seed': strict_json.integer,
+    **dict.fromkeys(('makespan', 'without_freezing'), strict_json.number),
+    **dict.fromkeys(('warm_up', 'unit', 'seed'), strict_json.integer),
 }

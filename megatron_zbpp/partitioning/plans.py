@@ -17,7 +17,7 @@ from megatron_zbpp.partitioning.bounds import Bounds
 from megatron_zbpp.partitioning.layers import Devices, Layers
 from megatron_zbpp.partitioning.search import PartitionSearch, Ranked, rank, schedule_of
 from megatron_zbpp.partitioning.space import Partition, Space, parameters_held, stage_costs
-from megatron_zbpp.partitioning.strategies import choose
+from megatron_zbpp.partitioning.strategies import STRATEGIES
 from megatron_zbpp.schedules import find
 
 
@@ -139,13 +139,11 @@ def partition(
         layers, devices, num_microbatches, allowed, memory_limit, objective, fused, keep_order
     )
     if not space.alike:
-        loss_last = (
-            placement.reversed()
-            if placement.num_ranks > 1 and placement.only_route[-1] == 0
-            else placement
-            for placement in space.placements
+        loss_last = tuple(
+            own.reversed() if own.num_ranks > 1 and own.only_route[-1] == 0 else own
+            for own in space.placements
         )
-        space = replace(space, placements=tuple(loss_last))
+        space = replace(space, placements=loss_last)
     for name in schedules:
         if find(name).num_routes > 1:
             raise ValueError(
@@ -170,7 +168,7 @@ def partition_by(strategy: str, space: Space) -> tuple[PartitionPlan, str]:
 
     The space has a loop of one chunk a rank among its placements.
     """
-    choice = choose(strategy, space)
+    choice = STRATEGIES[strategy](space)
     found = rank(space, choice.partition)
     if found is None:
         raise ValueError(

@@ -270,14 +270,10 @@ def _ranks(info: object) -> tuple[int | None, tuple[int, ...]]:
     rank: int = info['rank']
     groups = info.get('pg_config')
     for group in groups if is_list(groups) else ():
-        ranks = group.get('ranks') if is_object(group) else None
-        if (
-            is_object(group)
-            and group.get('pg_desc') == _PIPELINE
-            and is_list(ranks)
-            and rank in ranks
-        ):
-            return rank, tuple(each for each in ranks if isinstance(each, int))
+        if is_object(group) and group.get('pg_desc') == _PIPELINE:
+            ranks = group.get('ranks')
+            if is_list(ranks) and rank in ranks:
+                return rank, tuple(each for each in ranks if isinstance(each, int))
     return rank, ()
 
 

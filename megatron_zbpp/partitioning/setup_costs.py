@@ -103,8 +103,7 @@ class Job:
         total, stages = self.shape.layers, placement.num_stages
         if not setup.layers and (total + embedding + loss) % stages:
             raise ValueError(f'{total} layers do not divide among {stages} stages: give others')
-        layers = setup.layers or layers_per_stage(total, placement, embedding, loss)
-        cuts = [*layers]
+        cuts = [*(setup.layers or layers_per_stage(total, placement, embedding, loss))]
         cuts[0] += 1
         cuts[-1] += 1 + self.shape.mtp
         return tuple(cuts)
@@ -179,6 +178,12 @@ class _Costing:
         among = own * (ep - 1) / ep / self.job.rate(ep * etp)
         return 2 * (among + own * (etp - 1) / self.job.rate(etp))
 
+    @property
+    def score_flops(self) -> float:
+        """FLOPs of attention of all tokens with all; the shape counts those below the diagonal."""
+        shape, ranks = self.shape, self.setup.tp * self.job.cp
+        return 4 * shape.micro_batch * shape.seq**2 * shape.heads * shape.width / ranks
+
     def seconds(self, flops: float, moved: float) -> float:
         """Return the time of products of a rank, and of bytes in and out of its memory."""
         memory = self.shape.bandwidth
@@ -188,16 +193,14 @@ class _Costing:
         """Return the attention that keeps scores, of all tokens with all."""
         shape, ranks = self.shape, self.setup.tp * self.job.cp
         held = 5 * shape.heads * shape.seq**2 * shape.micro_batch / ranks
-        flops = 4 * shape.micro_batch * shape.seq**2 * shape.heads * shape.width / ranks
-        return _Again(self.seconds(flops, 2 * held), held)
+        return _Again(self.seconds(self.score_flops, 2 * held), held)
 
     def experts(self) -> _Again:
         """Return the MLP of an MoE layer."""
         shape = self.shape
         own = self._mlp(shape.expert_ffn or shape.ffn, shape.top_k)
         shared = self._mlp(shape.shared_ffn, 1) if shape.shared_ffn else _Again(0.0, 0.0)
-        again = self.exchange + own.seconds + shared.seconds
-        return _Again(again, own.freed + shared.freed)
+        return _Again(self.exchange + own.seconds + shared.seconds, own.freed + shared.freed)
 
     def _mlp(self, ffn: int, count: int) -> _Again:
         shape, tokens = self.shape, self.tokens / self.setup.tp
@@ -215,12 +218,11 @@ class _Costing:
         forward, backward, held = talk, talk, 0.0
         if not job.fused and kind in 'tm*':
             scores = self.scores()
-            forward += scores.seconds - self._causal()
-            backward += 2 * (scores.seconds - self._causal())
-            held += scores.freed
+            more = scores.seconds - self.seconds(self.score_flops / 2, 0.0)
+            forward, backward, held = forward + more, backward + 2 * more, scores.freed
         rows, wait = self._rows(kind)
         more = self.seconds(0.0, 2 * rows)
-        made = self._measured(self._divided(layer), forward + more, backward + more)
+        made = self._shared(layer, forward + more, backward + more)
         return replace(
             made,
             activation=made.activation + rows + held,
@@ -231,7 +233,7 @@ class _Costing:
     def end(self, layer: Layer) -> Layer:
         """Return the embedding, or the output layer, as it runs."""
         backward = self.collective if layer.kind == 'L' else 0.0
-        return self._measured(self._divided(layer), self.collective, backward)
+        return self._shared(layer, self.collective, backward)
 
     def saved(self, layer: Layer, sparse: bool) -> tuple[Layer, float]:
         """Return a layer as it runs with the setup's recomputation, and its transient bytes."""
@@ -249,12 +251,6 @@ class _Costing:
             again = again._replace(seconds=again.seconds + 2 * self.collective)
         backward, held = layer.backward + again.seconds, layer.activation - again.freed
         return replace(layer, backward=backward, activation=held), again.freed
-
-    def _causal(self) -> float:
-        """Return the time of attention below the diagonal alone, which the shape has counted."""
-        shape, ranks = self.shape, self.setup.tp * self.job.cp
-        own = shape.heads * shape.width
-        return self.seconds(2 * shape.micro_batch * shape.seq**2 * own / ranks, 0.0)
 
     def _rows(self, kind: str) -> tuple[float, float]:
         """Return bytes from F to B, and to W, that each tensor-parallel rank has undivided."""
@@ -275,21 +271,17 @@ class _Costing:
         held = bytes_of_a_parameter(sharing if job.shards_optimizer else 1)
         return own / etp * held - own / setup.tp * bytes_of_a_parameter(shape.dp)
 
-    def _divided(self, layer: Layer) -> Layer:
-        """Return a layer of the shape on one of `cp` ranks, which share its tokens."""
-        ranks = self.setup.tp if self.setup.sequence_parallel else 1
-        shared = ('forward', 'backward', 'weight', 'activation', 'retained', 'output')
-        own = {name: getattr(layer, name) / self.job.cp for name in shared}
-        return replace(layer, **{**own, 'output': own['output'] / ranks})
-
-    def _measured(self, layer: Layer, forward: float, backward: float) -> Layer:
-        """Return a layer with more of F and B, all of it by the factors that were measured."""
-        f, b, w = self.job.factors
+    def _shared(self, layer: Layer, forward: float, backward: float) -> Layer:
+        """Return a layer on one of `cp` ranks with more of F and B, by the measured factors."""
+        cp, (f, b, w) = self.job.cp, self.job.factors
         return replace(
             layer,
-            forward=f * (layer.forward + forward),
-            backward=b * (layer.backward + backward),
-            weight=w * layer.weight,
+            forward=f * (layer.forward / cp + forward),
+            backward=b * (layer.backward / cp + backward),
+            weight=w * layer.weight / cp,
+            activation=layer.activation / cp,
+            retained=(layer.retained or 0.0) / cp,
+            output=layer.output / cp / (self.setup.tp if self.setup.sequence_parallel else 1),
         )
 
 

@@ -105,8 +105,7 @@ def _stages(job: Job, setup: Setup, placement: Placement) -> Stages:
 @lru_cache(maxsize=4096)
 def _layers(job: Job, setup: Setup, replicas: int) -> SetupLayers:
     """Return the layers of a setup with so many replicas, whatever its pipeline is."""
-    gpus = replicas * setup.tp * job.cp
-    return layer_costs(replace(job, gpus=gpus), setup)
+    return layer_costs(replace(job, gpus=replicas * setup.tp * job.cp), setup)
 
 
 @lru_cache(maxsize=256)
@@ -133,10 +132,12 @@ def _rest(job: Job, setup: Setup, static: tuple[float, ...], costs: Costs) -> fl
     return talk + step
 
 
-@lru_cache(maxsize=512)
-def _built(name: str, p: int, m: int, chunks: int) -> Schedule:
-    family = find(name)
-    return build(name, p, m, num_chunks=chunks if 'num_chunks' in family.options else None)
+def _build(name: str, p: int, m: int, chunks: int, costs: Costs | None = None) -> Schedule:
+    number = chunks if 'num_chunks' in find(name).options else None
+    return build(name, p, m, num_chunks=number, costs=costs)
+
+
+_built = lru_cache(maxsize=512)(_build)
 
 
 def predict(job: Job, setup: Setup, stages: Stages | None = None) -> Prediction:
@@ -163,9 +164,7 @@ def predict(job: Job, setup: Setup, stages: Stages | None = None) -> Prediction:
 
 
 def _run(setup: Setup, m: int, costs: Costs) -> tuple[float, tuple[float, ...]]:
-    family = find(setup.schedule)
-    schedule = _built(setup.schedule, setup.pp, m, setup.chunks)
-    if 'costs' in family.options:
-        chunks = setup.chunks if 'num_chunks' in family.options else None
-        schedule = build(setup.schedule, setup.pp, m, num_chunks=chunks, costs=costs)
+    sizes = setup.schedule, setup.pp, m, setup.chunks
+    adapts = 'costs' in find(setup.schedule).options
+    schedule = _build(*sizes, costs) if adapts else _built(*sizes)
     return simulate(schedule, costs).makespan, peak(schedule, costs)

@@ -78,8 +78,7 @@ class Shape:
     ep: Annotated[int, "expert-parallel ranks, which share the experts' parameters"] = 1
     dp: Annotated[int, "data-parallel ranks, which share the optimizer's state"] = 1
     bandwidth: Annotated[
-        float,
-        "GB/s of a device's memory, to time element-wise operations; 0 ignores them",
+        float, "GB/s of a device's memory, to time element-wise operations; 0 ignores them"
     ] = 0.0
 
     def __post_init__(self) -> None:
@@ -103,9 +102,6 @@ class Shape:
             raise ValueError('a pattern with E needs --experts: how many a layer has')
         if not (isfinite(self.tflops) and self.tflops > 0):
             raise ValueError(f'tflops {self.tflops}: give what a device reaches, above 0')
-        self._require_sizes()
-
-    def _require_sizes(self) -> None:
         for each in fields(self):
             value, least = getattr(self, each.name), int(each.name in _FROM_ONE)
             if isinstance(value, int | float) and not value >= least:
@@ -143,8 +139,6 @@ class Shape:
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a layer."""
-
     active: float = 0.0  # parameters that a token meets
     held: float = 0.0  # parameters that a rank holds
     core: float = 0.0  # FLOPs of F that no parameters take part in

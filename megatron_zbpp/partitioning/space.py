@@ -65,17 +65,6 @@ def parameters_held(layers: Layers, partition: Partition) -> tuple[float, ...]:
     return tuple(static)
 
 
-def memory_limits(
-    layers: Layers, devices: Devices, partition: Partition, limits: Sequence[float]
-) -> tuple[float, ...]:
-    """Return the most activations of each rank: its limit or memory less its parameters."""
-    taken = parameters_held(layers, partition)
-    return tuple(
-        max(min(limits[device], devices.devices[device].memory) - own, -1.0)
-        for device, own in zip(partition.order, taken, strict=True)
-    )
-
-
 def cuts_near(
     layers: Layers, wanted: Sequence[float], place: Callable[[int], float]
 ) -> tuple[int, ...]:
@@ -203,10 +192,18 @@ class Space:
         costs = stage_costs(self.layers, self.devices, partition)
         return fused_costs(costs) if self.fused else costs
 
+    def memory_limits(self, partition: Partition) -> tuple[float, ...]:
+        """Return the most activations of each rank: its limit or memory less its parameters."""
+        taken = parameters_held(self.layers, partition)
+        return tuple(
+            max(min(self.limits[device], self.devices.devices[device].memory) - own, -1.0)
+            for device, own in zip(partition.order, taken, strict=True)
+        )
+
     def problem(self, partition: Partition) -> Problem | None:
         """Return the planning problem of a partition; None: no microbatch fits its memory."""
         costs = self.costs(partition)
-        limits = memory_limits(self.layers, self.devices, partition, self.limits)
+        limits = self.memory_limits(partition)
         least = least_limits(partition.placement, costs)
         if any(most < own * (1 - 1e-9) for most, own in zip(limits, least, strict=True)):
             return None

@@ -30,15 +30,9 @@ from math import comb, inf
 from typing import NamedTuple
 
 from megatron_zbpp.ir import Placement
+from megatron_zbpp.partitioning import replicated_stages
 from megatron_zbpp.partitioning.bounds import Bounds
 from megatron_zbpp.partitioning.layers import Devices, Layers
-from megatron_zbpp.partitioning.replicated_stages import (
-    Model,
-    Replicated,
-    admitted,
-    dapple,
-    pipedream,
-)
 from megatron_zbpp.partitioning.space import Partition, Space
 
 _VERSIONS = 2  # of the weights: what the name says
@@ -221,8 +215,7 @@ def pipe_torch(layers: Layers, devices: Devices) -> tuple[float, tuple[int, ...]
             order if linked else tuple(devices.devices[d].factors for d in order): (table, order)
             for table, order in grown
         }
-        ranked = sorted(kinds.values(), key=lambda entry: _promise(layers, devices, *entry))
-        beam = ranked[:_BEAM]
+        beam = sorted(kinds.values(), key=lambda entry: _promise(layers, devices, *entry))[:_BEAM]
     table, order = min(beam, key=lambda entry: entry[0][len(layers)][0])
     return *table[len(layers)], order
 
@@ -273,21 +266,13 @@ class Choice(NamedTuple):
     estimate: str  # what its own plan is and takes, in words
 
 
-def choose(name: str, space: Space) -> Choice:
-    """Return the partition that the strategy of that name chooses."""
-    if name not in STRATEGIES:
-        raise ValueError(f'strategy {name!r} is unknown: choose of {", ".join(STRATEGIES)}')
-    return STRATEGIES[name](space)
-
-
 def _pipedream(space: Space) -> Choice:
     bandwidth = _bandwidth('pipedream', space)
     times = [sum(each) for each in zip(*_times(space), strict=True)]
-    outputs, parameters = _sizes(space)
-    count = len(space.devices)
-    value, stages = pipedream(times, outputs, parameters, count, bandwidth)
-    _, straight = pipedream(times, outputs, parameters, count, bandwidth, straight=True)
-    said = f'{value:g} between microbatches, {admitted(stages)} admitted'
+    inputs = times, *_sizes(space), len(space.devices), bandwidth
+    value, stages = replicated_stages.pipedream(*inputs)
+    _, straight = replicated_stages.pipedream(*inputs, straight=True)
+    said = f'{value:g} between microbatches, {replicated_stages.admitted(stages)} admitted'
     return Choice(_straight(space, straight), _words('pipedream', said, stages))
 
 
@@ -300,9 +285,11 @@ def _dapple(space: Space) -> Choice:
             f'are {plans}, more than {_MOST_PLANS}: take another strategy, or leave --strategy out'
         )
     forward, backward, weight = _times(space)
-    model = Model(forward, [b + w for b, w in zip(backward, weight, strict=True)], *_sizes(space))
-    value, stages = dapple(model, count, space.num_microbatches, bandwidth)
-    _, straight = dapple(model, count, space.num_microbatches, bandwidth, straight=True)
+    whole = [b + w for b, w in zip(backward, weight, strict=True)]
+    model = replicated_stages.Model(forward, whole, *_sizes(space))
+    inputs = model, count, space.num_microbatches, bandwidth
+    value, stages = replicated_stages.dapple(*inputs)
+    _, straight = replicated_stages.dapple(*inputs, straight=True)
     return Choice(_straight(space, straight), _words('dapple', f'{value:g} a batch', stages))
 
 
@@ -353,13 +340,13 @@ def _sizes(space: Space) -> tuple[list[float], list[float]]:
     return [x.output for x in space.layers], [x.parameters for x in space.layers]
 
 
-def _straight(space: Space, stages: Sequence[Replicated]) -> Partition:
+def _straight(space: Space, stages: Sequence[replicated_stages.Replicated]) -> Partition:
     cuts = tuple(stage.end - stage.start for stage in stages)
     ranks = len(space.devices)
     return Partition(Placement.loop(ranks), cuts, tuple(range(ranks)))
 
 
-def _words(name: str, value: str, stages: Sequence[Replicated]) -> str:
+def _words(name: str, value: str, stages: Sequence[replicated_stages.Replicated]) -> str:
     """Return a plan in words; uneven replicas are no plan for Megatron."""
     runs = ', '.join(f'layers {s.start}-{s.end - 1} x{s.replicas}' for s in stages)
     text = f'{name}: {value}, with {runs}'

@@ -37,13 +37,14 @@ class Watched:
         self._flat = tuple(flat)
         self._modules = [each for module in modules for each in module.modules()]
 
-    def marks(self) -> list[tuple]:
-        """Return version, address and mode of each tensor: they tell of most changes."""
-        return [(t._version, t.data_ptr(), t.requires_grad) for t in self.tensors]
+    def marks(self) -> list[tuple[str, object]]:
+        """Return name, version, address and mode of each tensor: they tell of most changes.
 
-    def flat_marks(self) -> list[tuple[str, int]]:
-        """Return versions of the memory that parameters are views of, by name."""
-        return [(name, tensor._version) for name, tensor in self._flat]
+        Of the memory that parameters are views of it is name and version.
+        """
+        tensors = zip(self.names, self.tensors, strict=True)
+        own = [(name, (t._version, t.data_ptr(), t.requires_grad)) for name, t in tensors]
+        return [*own, *((name, tensor._version) for name, tensor in self._flat)]
 
     def modes(self) -> list[tuple]:
         """Return mode and number of hooks of each module."""
@@ -68,19 +69,15 @@ class Watch:
         self._watched = watched
         self._unseen = ExitStack()
         self._unseen.enter_context(unseen(watched.tensors))
-        self._marks, self._flat = watched.marks(), watched.flat_marks()
-        self._modes = watched.modes()
+        self._marks, self._modes = watched.marks(), watched.modes()
         self._digests = watched.digests() if hashed else None
         self._differ: torch.Tensor | None = None
 
     def changes(self) -> list[str]:
         """Return names of what the host sees that has changed."""
-        watched = self._watched
-        pairs = zip(watched.names, self._marks, watched.marks(), strict=True)
-        found = [name for name, before, now in pairs if before != now]
-        flat = zip(self._flat, watched.flat_marks(), strict=True)
-        found += [before[0] for before, now in flat if before != now]
-        return found + [MODES] * (self._modes != watched.modes())
+        pairs = zip(self._marks, self._watched.marks(), strict=True)
+        found = [name for (name, before), (_, now) in pairs if before != now]
+        return found + [MODES] * (self._modes != self._watched.modes())
 
     def differ(self) -> torch.Tensor | None:
         """Return one bool on the device, True if values have changed; None: they are not hashed."""

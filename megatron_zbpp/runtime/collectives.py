@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import cached_property, partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,31 +30,30 @@ Found = Sequence[Tensors]
 Contribution = torch.Tensor | Callable[[Sequence[torch.Tensor]], torch.Tensor]
 """What a rank contributes, or makes of the result of the collective that comes before."""
 
-_Job = Callable[[], 'Pending']
+Pending = Callable[[], Found]
+"""Returns the result of a collective that has begun, once it is there (on CUDA: for what computes
+from now on)."""
+
+_Job = Callable[[], Pending]
 
 
-class Pending:
-    """A collective that has begun."""
+def _pending(
+    tensors: Sequence[torch.Tensor],  # that it fills; of a gather by pipeline rank
+    work: dist.Work,  # of the backend
+    finish: Callable[[Sequence[torch.Tensor]], Found],  # makes the result of them
+) -> Pending:
+    @cache
+    def result() -> Found:
+        work.wait()
+        return finish(tensors)
 
-    def __init__(
-        self,
-        tensors: Sequence[torch.Tensor],  # that it fills; of a gather by pipeline rank
-        work: dist.Work,  # of the backend
-        finish: Callable[[Sequence[torch.Tensor]], Found],  # makes the result of them
-    ) -> None:
-        self._tensors, self._work, self._finish = tensors, work, finish
-
-    @cached_property
-    def result(self) -> Found:
-        """The result, which the host (on CUDA: what computes from now on) waits for."""
-        self._work.wait()
-        return self._finish(self._tensors)
+    return result
 
 
 class Result(NamedTuple):
     """The result of a collective, for one pass."""
 
-    found: Callable[[], Found]  # waits for it
+    found: Pending
     several: bool  # whether there is one of each rank
 
     def wait(self) -> Tensors:
@@ -82,12 +81,15 @@ class Collectives:
             GATHER: self._gather,
             REDUCE: self._reduce,
         }
+        self._start: Callable[[_Job], Pending]
         if device.type == 'cuda':
-            self._lane = _Stream(device)
-        else:
-            self._lane = _Thread() if backend_for(group, device) == 'gloo' else _Inline()
-        self._latest: dict[tuple[Any, ...], Callable[[], Found]] = {}
-        self._open: deque[Callable[[], Found]] = deque()  # with all that they use
+            self._start = partial(_start_on_stream, torch.cuda.Stream(device))
+        elif backend_for(group, device) == 'gloo':
+            self._start = _Thread().start
+        else:  # the host waits only where a contribution needs a result
+            self._start = lambda job: job()
+        self._latest: dict[tuple[Any, ...], Pending] = {}
+        self._open: deque[Pending] = deque()  # with all that they use
         # NCCL connects ranks at the first use, which holds up hosts
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
@@ -97,7 +99,7 @@ class Collectives:
         if exchange.after:
             before = self._latest.pop((exchange.after, exchange.producers))
         job = partial(self._begin[exchange.operation], exchange, own, before)
-        found = self._lane.start(job)
+        found = self._start(job)
         if exchange.operation == GATHER:
             self._latest[exchange.message, exchange.producers] = found
         self._open.append(found)
@@ -111,7 +113,7 @@ class Collectives:
         if self._open:
             self._take(self._open[-1])
 
-    def _take(self, found: Callable[[], Found]) -> Found:
+    def _take(self, found: Pending) -> Found:
         result = found()
         while found in self._open:
             self._open.popleft()
@@ -125,9 +127,9 @@ class Collectives:
             assert message.shape is not None, 'collectives have fixed shapes'
             tensor = torch.empty(message.shape, dtype=message.dtype, device=message.device)
         tensor = tensor.detach().contiguous()
-        source = self._ranks[exchange.root]
-        work = dist.broadcast(tensor, source, group=self._group, async_op=True)
-        return Pending([tensor], work, tuple)  # pyright: ignore[reportArgumentType]
+        root = self._ranks[exchange.root]
+        work = dist.broadcast(tensor, root, group=self._group, async_op=True)
+        return _pending([tensor], work, tuple)  # pyright: ignore[reportArgumentType]
 
     def _of_slice(self, exchange: Exchange) -> Message:
         return self._messages[exchange.message][exchange.producers[0].slice]
@@ -139,11 +141,9 @@ class Collectives:
         def by_rank(found: Sequence[torch.Tensor]) -> Found:
             return [found[place] for place in self._places]
 
-        return Pending(tensors, work, by_rank)  # pyright: ignore[reportArgumentType]
+        return _pending(tensors, work, by_rank)  # pyright: ignore[reportArgumentType]
 
-    def _reduce(
-        self, exchange: Exchange, own: Contribution, before: Callable[[], Found] | None
-    ) -> Pending:
+    def _reduce(self, exchange: Exchange, own: Contribution, before: Pending | None) -> Pending:
         assert exchange.root is not None
         if callable(own):
             assert before is not None, 'a function of what has been gathered'
@@ -152,15 +152,7 @@ class Collectives:
         target = self._ranks[exchange.root]
         work = dist.reduce(own, target, group=self._group, async_op=True)
         message = self._of_slice(exchange)
-        return Pending([own], work, lambda found: [each.to(message.dtype) for each in found])  # pyright: ignore[reportArgumentType]
-
-
-class _Inline:
-    """Begins a collective on the host, which waits only where a contribution needs a result."""
-
-    def start(self, job: _Job) -> Callable[[], Found]:
-        pending = job()
-        return lambda: pending.result
+        return _pending([own], work, lambda found: [each.to(message.dtype) for each in found])  # pyright: ignore[reportArgumentType]
 
 
 class _Thread:
@@ -171,7 +163,7 @@ class _Thread:
         self._error: BaseException | None = None
         threading.Thread(target=self._work, name='collectives', daemon=True).start()
 
-    def start(self, job: _Job) -> Callable[[], Found]:
+    def start(self, job: _Job) -> Pending:
         if self._error is not None:  # of a result that this rank does not take
             raise self._error
         outcome: Future[Found] = Future()
@@ -183,26 +175,21 @@ class _Thread:
             job, outcome = self._jobs.get()
             try:
                 with torch.no_grad():
-                    outcome.set_result(job().result)
+                    wait = job()
+                    outcome.set_result(wait())
             except BaseException as error:
                 self._error = error
                 outcome.set_exception(error)
 
 
-class _Stream:
-    """Launches collectives on a stream of their own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._side = torch.cuda.Stream(device)
-
-    def start(self, job: _Job) -> Callable[[], Found]:
-        side = self._side
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.no_grad(), torch.cuda.stream(side):
-            found = job().result
-            event = side.record_event()
-        # its function is kept until then, and with it what has been contributed
-        return partial(_arrived, found, event, job)
+def _start_on_stream(side: Any, job: _Job) -> Pending:
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad(), torch.cuda.stream(side):
+        wait = job()
+        found = wait()
+        event = side.record_event()
+    # its function is kept until then, and with it what has been contributed
+    return partial(_arrived, found, event, job)
 
 
 def _arrived(found: Found, event: Any, _: _Job) -> Found:

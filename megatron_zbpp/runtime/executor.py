@@ -221,7 +221,6 @@ class Executor:
         self._keep(instruction.consumer, source, awaited)
 
     def _keep(self, consumer: Pass, source: _Source, awaited: Awaited) -> None:
-        """Keep a message for the pass that takes it."""
         if consumer.kind in self._own_actions:
             self._several.setdefault(consumer, []).append((source, awaited))
         else:
@@ -266,7 +265,6 @@ class Executor:
         return output
 
     def _run_own(self, p: Pass, action: Action) -> Outputs:
-        """Run a pass by the action of a technique."""
         inputs = self._await(p)
         start = self.clock.mark()
         with self._named(p):

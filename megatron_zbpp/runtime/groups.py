@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_zbpp.runtime import MessageKernels, compat
 
 _DEFAULT = MessageKernels()
+_T = TypeVar('_T')
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:
@@ -36,6 +37,13 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
 def host_device(group: dist.ProcessGroup) -> str:
     """Return the type of device whose tensors the group carries, the host's if it can."""
     return 'cpu' if 'cpu' in backends(group) else 'cuda'
+
+
+def gather_objects(own: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
+    """Return the values of all ranks of `group` in their order: a collective; None: of the job."""
+    found = [own] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    return found
 
 
 def directions(
@@ -85,9 +93,7 @@ def _same_ranks(
 
 def _all_like(own: list[int]) -> list[tuple[int, ...]]:
     """Return the ranks of this pipeline and of all others, in an order that all ranks share."""
-    pipelines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(pipelines, tuple(own))
-    return sorted(set(pipelines))
+    return sorted(set(gather_objects(tuple(own))))
 
 
 def like(

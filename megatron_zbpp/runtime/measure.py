@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron_zbpp.ir import F, Schedule, W, strict_json
 from megatron_zbpp.ir.timeline import Timeline, idle
 from megatron_zbpp.runtime.clock import Clock, Record
-from megatron_zbpp.runtime.groups import host_device
+from megatron_zbpp.runtime.groups import gather_objects, host_device
 
 _TRIPS = 8  # the first ones wait for a neighbour that is still busy
 
@@ -36,14 +36,10 @@ class RoundTrip:
     told: float  # by the clock of who answers, some time in between
     answered: float  # by the clock of who asks
 
-    @property
-    def length(self) -> float:
-        return self.answered - self.asked
-
 
 def lead(trips: Sequence[RoundTrip]) -> float:
     """Return how much the asking clock is ahead; off by half the shortest trip at most."""
-    best = min(trips, key=lambda trip: trip.length)
+    best = min(trips, key=lambda trip: trip.answered - trip.asked)
     return (best.asked + best.answered) / 2 - best.told
 
 
@@ -52,17 +48,17 @@ def lead_of_neighbour(clock: Clock, group: dist.ProcessGroup) -> float:
 
     Even ranks answer while odd ones ask, then the other way: no rank waits for more than two.
     """
-    rank, found = dist.get_rank(group), 0.0
+    rank, ranks, found = dist.get_rank(group), dist.get_process_group_ranks(group), 0.0
+    told = torch.zeros((), dtype=torch.float64, device=host_device(group))
     for answering in (0, 1):
         if rank % 2 != answering and rank > 0:
-            found = lead(_ask(clock, group, rank - 1))
-        elif rank % 2 == answering and rank + 1 < dist.get_world_size(group):
-            _answer(clock, group, rank + 1)
+            found = lead(_ask(clock, group, ranks[rank - 1], told))
+        elif rank % 2 == answering and rank + 1 < len(ranks):
+            _answer(clock, group, ranks[rank + 1], told)
     return found
 
 
-def _ask(clock: Clock, group: dist.ProcessGroup, neighbour: int) -> list[RoundTrip]:
-    peer, told = dist.get_global_rank(group, neighbour), _empty(group)
+def _ask(clock: Clock, group: dist.ProcessGroup, peer: int, told: torch.Tensor) -> list[RoundTrip]:
     trips = []
     for _ in range(_TRIPS):
         asked = clock.now()
@@ -73,16 +69,11 @@ def _ask(clock: Clock, group: dist.ProcessGroup, neighbour: int) -> list[RoundTr
     return trips
 
 
-def _answer(clock: Clock, group: dist.ProcessGroup, neighbour: int) -> None:
-    peer, told = dist.get_global_rank(group, neighbour), _empty(group)
+def _answer(clock: Clock, group: dist.ProcessGroup, peer: int, told: torch.Tensor) -> None:
     for _ in range(_TRIPS):
         dist.recv(told, peer, group)
         told.item()  # waits for the device
         dist.send(told.fill_(clock.now()), peer, group)
-
-
-def _empty(group: dist.ProcessGroup) -> torch.Tensor:
-    return torch.zeros((), dtype=torch.float64, device=host_device(group))
 
 
 def on_one_clock(timeline: Timeline, leads: Sequence[float]) -> Timeline:
@@ -271,9 +262,7 @@ class Iteration:
 
     def from_all(self, own: tuple) -> Iterator[tuple]:
         """Return each entry of what all ranks of the pipeline have, by rank: a collective."""
-        gathered: list[tuple] = [()] * dist.get_world_size(self.pp_group)
-        dist.all_gather_object(gathered, own, group=self.pp_group)
-        return zip(*gathered, strict=True)
+        return zip(*gather_objects(own, self.pp_group), strict=True)
 
 
 _MOST = 1000  # iterations that are kept, where nobody asks

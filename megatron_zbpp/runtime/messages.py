@@ -91,12 +91,12 @@ class FixedShape:
             parts = cast('tuple[object, ...]', output)
             if all(map(_fits, parts, expected)):
                 return output
-        made = _in_words(output)
-        raise ValueError(
-            f'{instruction.producer.words} made {made}, but {instruction.consumer.words} takes '
-            f'{" and ".join(f"{each.shape} of {each.dtype}" for each in expected)}: every stage '
-            'must keep the shape that sequence length, micro batch and hidden size give, and the '
-            'dtype of the pipeline'
+        raise _mismatch(
+            output,
+            instruction,
+            ' and '.join(f'{each.shape} of {each.dtype}' for each in expected),
+            'every stage must keep the shape that sequence length, micro batch and hidden size '
+            'give, and the dtype of the pipeline',
         )
 
     def send(self, output: Tensors, send: Send) -> None:
@@ -137,7 +137,6 @@ class _Packed(NamedTuple):
     parts: tuple[Message, ...]  # shape and dtype of each
 
     def wait(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors, arrived."""
         whole = self.whole.wait()
         return tuple(
             whole[start : start + prod(each.shape or ()) * each.dtype.itemsize]
@@ -170,11 +169,8 @@ class VariableShape:
         dtype = self._message.dtype
         if isinstance(output, torch.Tensor) and output.dtype == dtype:
             return output
-        made = _in_words(output)
-        raise ValueError(
-            f'{instruction.producer.words} made {made}, but {instruction.consumer.words} takes a '
-            f'tensor of {dtype}: every stage must keep the dtype of the pipeline'
-        )
+        rule = 'every stage must keep the dtype of the pipeline'
+        raise _mismatch(output, instruction, f'a tensor of {dtype}', rule)
 
     def send(self, output: Tensors, send: Send) -> None:
         assert isinstance(output, torch.Tensor), 'messages of several tensors have fixed shapes'
@@ -206,9 +202,16 @@ class _Expected:
     incoming: Incoming | None = None  # once it is posted
 
     def wait(self) -> torch.Tensor:
-        """Return the tensor, arrived."""
         assert self.incoming is not None, 'settled before'
         return self.incoming.wait()
+
+
+def _mismatch(output: object, instruction: Send | Hand, expected: str, rule: str) -> ValueError:
+    made = _in_words(output)
+    return ValueError(
+        f'{instruction.producer.words} made {made}, but {instruction.consumer.words} takes '
+        f'{expected}: {rule}'
+    )
 
 
 def _in_words(output: object) -> str:

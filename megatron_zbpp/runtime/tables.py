@@ -6,7 +6,7 @@ Tables are made once, for all iterations that run the program.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 from megatron_zbpp.analysis.program import Exchange, Hand, Instruction, Join, Program, Receive, Send
 from megatron_zbpp.ir import BW, B, F, Pass, Together, W, chain
@@ -166,10 +166,7 @@ def one_microbatch(program: Program) -> Program:
         for p in program
         if isinstance(p, Pass) and p.kind not in _MOVES and first[p.stage] == p.microbatch
     }
-    return tuple(_only(kept, program))
-
-
-def _only(kept: set[Pass], program: Program) -> Iterator[Instruction]:
+    found: list[Instruction] = []
     for i in program:
         match i:
             case Pass():
@@ -183,6 +180,7 @@ def _only(kept: set[Pass], program: Program) -> Iterator[Instruction]:
             case _:
                 passes = ()
         if isinstance(i, Hand) and i.consumer in kept and i.producer not in kept:
-            yield Receive(i.producer, i.consumer, 0, False, i.message)
+            found.append(Receive(i.producer, i.consumer, 0, False, i.message))
         elif any(p in kept for p in passes):
-            yield i
+            found.append(i)
+    return tuple(found)

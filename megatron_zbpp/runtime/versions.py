@@ -185,8 +185,7 @@ class Slots(Versions):
         self._stepped = home if buffered else []
         self._slots = {0: _copied(home) if buffered else home}
         for age in filter(str.isdecimal, loaded):
-            weights = loaded[age]
-            self._slots[-int(age)] = [weights[id(each)] for each in self._parameters]
+            self._slots[-int(age)] = [loaded[age][id(each)] for each in self._parameters]
         self._newest, self._current = 0, -1
         self._use(0)
         self._flying: dict[Key, int] = {}  # versions of microbatches between F and B

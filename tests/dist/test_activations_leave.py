@@ -24,11 +24,9 @@ from devtools import nccl
 from megatron_zbpp import Costs, Placement, Schedule, check
 from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.analysis.program import Receive, Send
-from megatron_zbpp.runtime.activations import host_memory
-from megatron_zbpp.runtime.activations.bundle import Bytes, SavedActivations
-from megatron_zbpp.runtime.activations.copies import Copies
-from megatron_zbpp.runtime.activations.host_memory import Slabs
-from megatron_zbpp.runtime.activations.store import ActivationStore
+from megatron_zbpp.runtime.activations import copies
+from megatron_zbpp.runtime.activations.copies import Copies, Slabs
+from megatron_zbpp.runtime.activations.store import ActivationStore, Bytes, SavedActivations
 from megatron_zbpp.runtime.channels import Channels
 from megatron_zbpp.runtime.stage import key_of
 from megatron_zbpp.schedules import FAMILIES, build
@@ -42,7 +40,7 @@ def executed(schedule, fails=False):
     """On each rank: losses and gradients by stage, bytes by stage, what was said, what was held."""
     said, pipeline = [], Pipeline(schedule)
     pipeline.activations._say = said.append
-    full = mock.patch.object(host_memory, 'room', lambda: host_memory.Room(1, Path('a limit')))
+    full = mock.patch.object(copies, 'room', lambda: copies.Room(1, Path('a limit')))
     with full if fails else nullcontext():
         record = pipeline.run()
     return pipeline.made, pipeline.activations.bytes, said, record.live

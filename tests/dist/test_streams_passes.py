@@ -105,13 +105,13 @@ def test_memory_of_a_collective_is_let_go_of_with_a_later_result():
 def test_who_broadcasts_does_not_wait_for_the_others():
     broadcast = Exchange('broadcast', 'hidden', 0, (Pass('F', 1, 0),), SHARDS)
     collectives = Collectives(dist.new_group(), (0, 1), CPU, {'hidden': (MESSAGE,)})
-    root, start, begun = dist.get_rank() == 0, collectives._lane.start, []
+    root, start, begun = dist.get_rank() == 0, collectives._start, []
 
     def started(job):
         begun.append(start(job))
         return pytest.fail if root else begun[0]
 
-    with mock.patch.object(collectives._lane, 'start', started):
+    with mock.patch.object(collectives, '_start', started):
         sent = collectives.begin(broadcast, torch.ones(2) if root else None)
     assert sent.wait().tolist() == [1, 1]
     begun[0]()

@@ -21,8 +21,8 @@ from recorded.communicators import faults
 from recorded.training import recording, train
 
 from megatron_zbpp.runtime import channels
-from megatron_zbpp.runtime.activations.bundle import SavedActivations
 from megatron_zbpp.runtime.activations.copies import Copies
+from megatron_zbpp.runtime.activations.store import SavedActivations
 
 pytestmark = pytest.mark.timeout(600)  # a busy machine is no reason to fail
 

@@ -12,7 +12,7 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import HOST
 from megatron_zbpp.mcore.model_settings import HYBRID
 from megatron_zbpp.partitioning.shapes import Block, Shape
-from megatron_zbpp.runtime.activations import host_memory
+from megatron_zbpp.runtime.activations import copies
 
 _SURE = 0.9  # of what is reckoned: that much leaves, whatever small tensors stay
 
@@ -121,7 +121,7 @@ def require_host_memory(settings: Any, schedule: Schedule, environment: Mapping[
     names = ('RANK', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'WORLD_SIZE')
     if not any(on_host(schedule, 1.0)) or any(name not in environment for name in names):
         return
-    layer, room = layer_memory(settings), host_memory.room()
+    layer, room = layer_memory(settings), copies.room()
     if layer is None or room is None:
         return
     rank, local, on_node, size = (int(environment[name]) for name in names)

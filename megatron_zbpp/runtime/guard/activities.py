@@ -22,7 +22,6 @@ from megatron_zbpp.ir import F, Pass
 from megatron_zbpp.ir.graph import BROADCAST
 from megatron_zbpp.runtime.executor import Executor
 
-_FRAMES = 4
 _FOLDERS = {
     'torch.distributed': os.path.dirname(dist.__file__),
     'torch': os.path.dirname(torch.__file__),
@@ -51,11 +50,6 @@ def is_library(call: traceback.FrameSummary) -> bool:
 
 def words(call: traceback.FrameSummary) -> str:
     return f'{call.name} ({call.filename}:{call.lineno})'
-
-
-def stack_of(thread: int) -> str:
-    """Return the innermost calls of a thread, on one line."""
-    return f'in: {" < ".join(map(words, calls_of(thread)[:_FRAMES]))}'
 
 
 _LATEST = 10

@@ -12,6 +12,7 @@ from enum import Enum
 import torch.distributed as dist
 
 from megatron_zbpp.ir import Schedule
+from megatron_zbpp.runtime.groups import gather_objects
 
 
 class DisagreementError(ValueError):
@@ -58,18 +59,13 @@ def _is_plain(value: object) -> bool:
 
 def gather(settings: Mapping[str, object], group: dist.ProcessGroup) -> dict[int, dict[str, str]]:
     """Return the settings of each global rank of `group`, as text: a collective."""
-    ranks = dist.get_process_group_ranks(group)
-    gathered: list[dict[str, str]] = [{} for _ in ranks]
     own = {name: fingerprint(value) for name, value in settings.items()}
-    dist.all_gather_object(gathered, own, group=group)
-    return dict(zip(ranks, gathered, strict=True))
+    return dict(zip(dist.get_process_group_ranks(group), gather_objects(own, group), strict=True))
 
 
 def reasons(own: str | None) -> list[str]:
     """Return the reasons that ranks have for not doing something, `own` too: a collective."""
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return sorted(filter(None, set(found)))
+    return sorted(filter(None, set(gather_objects(own))))
 
 
 def compare(settings: Mapping[int, Mapping[str, str]]) -> None:

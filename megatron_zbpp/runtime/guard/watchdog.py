@@ -41,15 +41,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from megatron_zbpp.runtime import compat
 from megatron_zbpp.runtime.executor import Executor
-from megatron_zbpp.runtime.guard import Unwatched
-from megatron_zbpp.runtime.guard.activities import (
-    Activity,
-    Collective,
-    Forwards,
-    Passes,
-    Pause,
-    stack_of,
-)
+from megatron_zbpp.runtime.guard import Unwatched, activities
 from megatron_zbpp.runtime.guard.culprit import Heartbeats, RankStatus
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -164,6 +156,7 @@ EXIT_CODE = 124  # as of timeout(1)
 _LOOKS = 8  # in each timeout
 _PAUSE = 600  # seconds that a pause may last at least
 _LAST_WORDS = 5  # seconds to write them
+_FRAMES = 4  # calls of the stack that are written
 _PEER_LOSS_GRACE_S = 1  # seconds in which a loss is heard of that the main thread has noticed
 _STDERR = 2  # its descriptor, whatever sys.stderr has become
 
@@ -198,8 +191,8 @@ class Watchdog(Unwatched):
                 f'watchdog pause timeout {pause_timeout} is negative: give seconds, or 0'
             )
         self.timeout, self._pause_timeout = timeout, pause_timeout
-        self._activity: Activity | None = None
-        self._pause: Pause | None = None  # since the activity is over
+        self._activity: activities.Activity | None = None
+        self._pause: activities.Pause | None = None  # since the activity is over
         self._failed = self._reported = False
         self._reporting = threading.Lock()  # of either thread
         self._stopping = False
@@ -210,7 +203,7 @@ class Watchdog(Unwatched):
         self._device: int | None = None  # that the main thread computes on
 
     def collective(self, what: str) -> AbstractContextManager[None]:
-        return self._watching(Collective(what))
+        return self._watching(activities.Collective(what))
 
     @contextmanager
     def passes(self, executor: Executor, part_of: str | None = None) -> Iterator[None]:
@@ -220,14 +213,14 @@ class Watchdog(Unwatched):
                 assert self._watch is not None  # from the first activity on
                 self._watch.heartbeats.meet()
                 self._groups[pp_group] = _host_group(pp_group, 2 * self.timeout)
-        with self._watching(Passes(executor, self._groups[pp_group], part_of)):
+        with self._watching(activities.Passes(executor, self._groups[pp_group], part_of)):
             yield
 
     def forwards(self, executor: Executor) -> AbstractContextManager[None]:
-        return self._watching(Forwards(executor))
+        return self._watching(activities.Forwards(executor))
 
     @contextmanager
-    def _watching(self, activity: Activity) -> Iterator[None]:
+    def _watching(self, activity: activities.Activity) -> Iterator[None]:
         """Give the process `timeout` seconds after an exception to end, or to begin something new.
 
         No pipeline goes on after one, and leaving it may hang too. What was watched before, and is
@@ -240,7 +233,7 @@ class Watchdog(Unwatched):
         self._start()
         try:
             yield
-            self._pause = Pause(self._watched)
+            self._pause = activities.Pause(self._watched)
             activity.ended()
             if before is not None and before.beat() is not None and activity.beat() is None:
                 self._activity = before
@@ -272,8 +265,7 @@ class Watchdog(Unwatched):
             self._stopping = False
             termination = Termination()
             end_with_parent()
-            heartbeats = Heartbeats(self._rank, dist.get_world_size())
-            of_both = termination, heartbeats
+            of_both = termination, Heartbeats(self._rank, dist.get_world_size())
             thread = threading.Thread(target=self._run, args=of_both, name='watchdog', daemon=True)
             self._watch = _Watch(thread, *of_both)
             thread.start()
@@ -299,7 +291,7 @@ class Watchdog(Unwatched):
             if limit and looks * between >= limit:
                 self._end(f'no step forward for {limit:g} s', EXIT_CODE, failed)
 
-    def _current(self) -> Activity | None:
+    def _current(self) -> activities.Activity | None:
         activity = self._activity
         return self._pause if activity is None or activity.beat() is None else activity
 
@@ -338,7 +330,9 @@ class Watchdog(Unwatched):
             current, watch = self._current(), self._watch
             assert current is not None and watch is not None  # both are before anything can fail
             lines = [f'{name}: {words}' for name, words in current.standing().items()]
-            lines += [stack_of(self._watched)] if stack else []
+            if stack:
+                calls = activities.calls_of(self._watched)[:_FRAMES]  # the innermost
+                lines.append(f'in: {" < ".join(map(activities.words, calls))}')
             own = self._statement(current)
             if why != 'SIGTERM' and not (own.waits and isinstance(error, RuntimeError | None)):
                 own = replace(own, waits=(), failure=why)
@@ -347,7 +341,7 @@ class Watchdog(Unwatched):
             self._write([why, *lines, watch.heartbeats.find_culprit(own, stalled)])
             watch.heartbeats.wait_for_queries()
 
-    def _statement(self, activity: Activity) -> RankStatus:
+    def _statement(self, activity: activities.Activity) -> RankStatus:
         return RankStatus(activity.standing()['now'], activity.waits(), self._stalled)
 
     def _write(self, lines: list[str]) -> None:
@@ -357,7 +351,7 @@ class Watchdog(Unwatched):
         os.write(_STDERR, (title + '\n  '.join(lines) + '\n').encode())
 
 
-def _lost(activity: Activity) -> bool:
+def _lost(activity: activities.Activity) -> bool:
     deadline = time.monotonic() + _PEER_LOSS_GRACE_S
     while activity.beat() is not None and time.monotonic() < deadline:
         if activity.lost():

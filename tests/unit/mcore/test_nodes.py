@@ -11,7 +11,7 @@ import pytest
 from megatron_zbpp import build
 from megatron_zbpp.launch import paired, rank_for
 from megatron_zbpp.mcore.job import model_shape
-from megatron_zbpp.runtime.activations import host_memory
+from megatron_zbpp.runtime.activations import copies
 from megatron_zbpp.techniques.offload import offloaded
 
 GIB = 2**30
@@ -41,13 +41,13 @@ MACHINE, SECOND, FIRST = KERNELS.values()
 def test_the_least_counts(tmp_path, files, expected, file):
     """Of the machine, and of each group that this process is in; cached files are free."""
     write(tmp_path, files)
-    assert host_memory.room(tmp_path) == (expected, tmp_path / file)
+    assert copies.room(tmp_path) == (expected, tmp_path / file)
 
 
 def test_where_nothing_tells(tmp_path):
-    assert host_memory.room(tmp_path) is None
+    assert copies.room(tmp_path) is None
     # this machine says something, and in words
-    found = host_memory.room()
+    found = copies.room()
     assert found is None or (found.nbytes > 0 and ' GiB (/' in str(found))
 
 
@@ -69,7 +69,7 @@ SCHEDULE = offloaded(build('1f1b', 8, 16), 'all')
 
 def needed(monkeypatch, room, args, environment=TORCHRUN):
     """What is said where the host has so much; None: nothing."""
-    monkeypatch.setattr(host_memory, 'room', lambda: host_memory.Room(room, Path('/a/limit')))
+    monkeypatch.setattr(copies, 'room', lambda: copies.Room(room, Path('/a/limit')))
     try:
         model_shape.require_host_memory(args, SCHEDULE, environment)
     except ValueError as error:

@@ -22,7 +22,7 @@ from megatron_zbpp.mcore.job.resolve import Facts, resolve
 from megatron_zbpp.mcore.job.rules import rows
 from megatron_zbpp.mcore.options import ARGUMENTS, Problems
 from megatron_zbpp.mcore.settings import BY_BRIDGE, BY_FLAG, Request, Settings
-from megatron_zbpp.runtime.activations import host_memory
+from megatron_zbpp.runtime.activations import copies
 
 
 def resolved(schedule='zb-v', names=BY_FLAG, options=(), given=(), **changes):
@@ -124,7 +124,7 @@ def test_a_recipe_is_asked_as_a_launch_line_is(monkeypatch):
         bridge.prepare(two, Settings(build('zb-h1', 2, 4)))
     for name, value in {'RANK': '0', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '2'}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(host_memory, 'room', lambda: host_memory.Room(1, 'a limit'))
+    monkeypatch.setattr(copies, 'room', lambda: copies.Room(1, 'a limit'))
     shape = {'hidden_size': 64, 'num_attention_heads': 4, 'seq_length': 64}
     with pytest.raises(ValueError, match=r'needs about .* of host memory for the 2 ranks'):
         bridge.prepare(config(**shape), Settings('zb-v', offload='all'))

@@ -343,6 +343,6 @@ def test_interrupted(partition, zbpp, monkeypatch):
     def interrupted(*args, **kwargs):
         raise plans.PartitionInterrupted(found)
 
-    monkeypatch.setattr('megatron_zbpp.cli.partitioning.partition', interrupted)
+    monkeypatch.setattr('megatron_zbpp.partitioning.plans.partition', interrupted)
     assert partition('4 --pp 4 --json', 130)['makespan'] == found.value
     assert 'interrupted' in zbpp.err
