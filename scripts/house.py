@@ -286,7 +286,7 @@ def _docstrings() -> Iterator[str]:
 
 
 FIGURES = (
-    Figure('lines of the package', package_lines, 45_859, 45_000),
+    Figure('lines of the package', package_lines, 45_220, 45_000),
     Figure('files of the package', package_files, 227, 230),
     Figure('median lines of a file', median_lines, 183, 150, floor=True),
     Figure('lines of mcore', mcore_lines, 11_500, 11_500),
@@ -294,7 +294,7 @@ FIGURES = (
     Figure(
         'files imported before the first pass of zb-v',
         first_pass_files,
-        91,
+        90,
         90,
         needs='megatron.training',
     ),
@@ -312,7 +312,7 @@ FIGURES = (
     ),
     Figure('classes of model stages', stage_classes, 1, 1),
     Figure('functions named once, of at most 3 lines', tiny_functions, 80, 80),
-    Figure('lines of tests', test_lines, 50_032, 45_000),
+    Figure('lines of tests', test_lines, 47_228, 45_000),
     Figure('pages of docs', pages, 25, 25),
     Figure('reads of placement.first_route outside ir', first_route_readers, 0, 0),
     Figure('docstrings that begin with a pronoun', riddles, 0, 0),
