@@ -86,9 +86,8 @@ class Formula:
     def __post_init__(self) -> None:
         if self.value is None and (found := _TEXT.fullmatch(self.text)):
             bound, term, condition = found.groups(default='')
-            holds = [_computed(each) for each in condition.split(', ') if each]
             object.__setattr__(self, 'value', _computed(term))
-            object.__setattr__(self, 'where', lambda at: all(each(at) for each in holds))
+            object.__setattr__(self, 'where', _computed(condition or '1=1'))
             object.__setattr__(self, 'at_most', bool(bound))
 
     def __call__(self, sizes: Sizes) -> float:
@@ -101,14 +100,14 @@ class Formula:
 
 
 def _computed(text: str) -> Callable[[Sizes], Any]:
-    """Return the function of a term or a condition, in which products have no sign."""
-    text = re.sub(r'(\S+) divides (\S+)', r'\2 % (\1) = 0', text)
+    """Return the function of a term or of conditions, in which products have no sign."""
+    text = re.sub(r'(\S+) divides (\w+)', r'\2 % (\1) = 0', text)
     signs = re.findall(r'floor|ceil|[A-Za-z]|[\d.]+|[<>]=|\S', text)
     python = ''
     for before, sign in pairwise(['(', *signs]):
         factor = before == ')' or (before[-1].isalnum() and before not in _FUNCTIONS)
         python += '*' * (factor and (sign == '(' or sign[0].isalnum()))
-        python += '==' if sign == '=' else sign
+        python += {'=': '==', ',': ' and '}.get(sign, sign)
     code = compile(python, text, 'eval')
     return lambda sizes: eval(code, {**_FUNCTIONS, **sizes._asdict()})
 
