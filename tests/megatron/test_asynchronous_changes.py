@@ -16,9 +16,10 @@ import report
 import torch
 from example import MODEL, program, run
 from grids import grid, some
+from models import with_fields
 from stock import trained as trained_by_stock
 from supported import supports
-from weights_by_hand import ByChunk, ByHand, PipeMare, changed, evaluation, laid_out
+from weights_by_hand import ByChunk, ByHand, PipeMare, evaluation, laid_out
 
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.mcore.iteration.stages import Arguments
@@ -98,7 +99,7 @@ def train(method: str, by_hand: bool, argv: list[str]) -> tuple:
 
     def patches(script: Any) -> Iterator[tuple[Any, str, Any]]:
         dropout = {'hidden_dropout': 0.0 if method == 'wpipe' else 0.1}
-        config = partial(changed, script.TransformerConfig, dropout)
+        config = with_fields(script.TransformerConfig, **dropout)
         yield script, 'TransformerConfig', config
         yield from laid_out(script, method)
 
