@@ -99,8 +99,7 @@ def train(method: str, by_hand: bool, argv: list[str]) -> tuple:
 
     def patches(script: Any) -> Iterator[tuple[Any, str, Any]]:
         dropout = {'hidden_dropout': 0.0 if method == 'wpipe' else 0.1}
-        config = with_fields(script.TransformerConfig, **dropout)
-        yield script, 'TransformerConfig', config
+        yield script, 'TransformerConfig', with_fields(script.TransformerConfig, **dropout)
         yield from laid_out(script, method)
 
     words = [*argv, '--pipeline-schedule', 'megatron' if by_hand else method]

@@ -12,7 +12,6 @@ from figures import held, require_kept, timeline
 from hypothesis import example, given
 from hypothesis import strategies as st
 from published import published
-from rivals import of_two_chunks
 
 from megatron_zbpp import Costs, Placement, Schedule, build, check, simulate
 from megatron_zbpp.analysis.fit_costs import fit, middle
@@ -364,11 +363,22 @@ def test_plans_are_no_worse_than_named_schedules_in_slices(sizes, times, limit):
         found = plan(candidates, m, graph=Slicing(n), memory_limit=limit, seconds=2.0)
     require_kept(found, limit)
     assert found.schedule.graph == Slicing(n)(2 * p)
-    rivals = dict(of_two_chunks(candidates, m, n, limit))
+    rivals = dict(rivals_of(dict(candidates), m, n, limit))
     assert len(rivals) > 3 or limit
     assert all(found.value <= makespan + 1e-9 for makespan in rivals.values()), rivals
     if isinstance(times, tuple):
         assert found.best_named[1] <= min(rivals.values()) + 1e-9
+
+
+def rivals_of(costs_of, m, n, limit):
+    """Name and makespan of named schedules of two chunks on these placements, within the limit."""
+    p = next(iter(costs_of)).num_ranks
+    for name in names(plain=True):
+        if 2 in find(name).chunks:
+            made = in_slices(name, p, m, n, num_chunks=2)
+            costs = costs_of.get(made.placement)
+            if costs is not None and not (limit and max(peak(made, costs)) > limit + 1e-9):
+                yield name, simulate(made, costs).makespan
 
 
 def test_an_optimum_is_no_longer_than_its_bound():
