@@ -41,7 +41,7 @@ pytest_add_cli_args_test_selection = [
 ]
 pytest_add_cli_args = [
     "-p", "no:cacheprovider",
-    "-p", "no:timeout",
+    "-p", "no:timeout", "-o", "addopts=",
     "--deselect", "tests/unit/schedules/test_schedules.py::test_it_is_found_by_its_address",
     "--deselect", "tests/unit/cli/test_refused_values.py::test_refused_values_stay[applied(2, [('sliced', (1, 2, 3))])]",
     "--deselect", "tests/unit/analysis/test_simulator.py::test_786432_passes_in_seconds[128]",

@@ -232,9 +232,10 @@ def _safe(problem: Problem, rank: int, queue: int, held: int, ends: Ends) -> boo
     own, rise = problem.stage_queues[rank], problem.raises[rank]
     if held + changes[queue] > cap:
         return False
-    waiting = sum(changes[f] * (len(ends[f]) - len(ends[b])) for f, b in own)  # for a backward
-    if rise and waiting + changes[queue] + rise > cap:
-        return False
+    if rise:  # what waits for a backward needs room for its rise
+        waiting = sum(changes[f] * (len(ends[f]) - len(ends[b])) for f, b in own)
+        if waiting + changes[queue] + rise > cap:
+            return False
     last, _ = own[-1]
     if queue == last:
         return True
