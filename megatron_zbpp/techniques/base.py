@@ -1,4 +1,4 @@
-"""The value of a technique, and the table of those that do not go together."""
+"""The value of a technique, all that others know of it; times of copies where nobody says them."""
 
 from __future__ import annotations
 
