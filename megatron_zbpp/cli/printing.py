@@ -135,7 +135,7 @@ def print_asynchronous(found: dict) -> None:
 
 
 def gained(found: dict) -> str:
-    """Return the time saved against the rival, as text; empty: there is no rival."""
+    """Return the time saved against the rival, as text; empty: the schedule has no rival."""
     rival = found['against'] or {'name': '', 'makespan': None}
     return gain_text(found.get('period', found['makespan']), rival['makespan'], rival['name'])
 

@@ -212,7 +212,7 @@ def superseded(settings: Any, splits: bool = False, names: Names = BY_FLAG) -> d
 
 
 def require_taken_back(config: Any) -> None:
-    """Raise where a model has been built with a superseded setting, and keeps its gradients."""
+    """Raise where a built model has a superseded setting, by which its layers keep gradients."""
     for name in superseded(config):
         raise NotImplementedError(
             f'{name}=True, and the model was built so, without the plugin: call '

@@ -91,7 +91,7 @@ def _with_placement(
 
 
 def placement_of(session: Session) -> Placement | None:
-    """Return the placement of the stages; None: there is no pipeline, or not yet."""
+    """Return the placement of the stages; None: the job has no pipeline, or none so far."""
     if not parallel_state.model_parallel_is_initialized():
         return None
     ranks = parallel_state.get_pipeline_model_parallel_world_size()
