@@ -155,6 +155,11 @@ def test_a_message_of_another_shape_is_refused():
             fixed.checked(bad, hand)
     with pytest.raises(ValueError, match=r'takes \(3, 6\) of torch.float32: every'):
         fixed.checked(good, hand._replace(message='gradient'))
+    sliced = messages(NOWHERE, [Message((rows, 6), torch.float32, CPU) for rows in (3, 1)], {})
+    hand = Hand(Pass('F', 0, 0, 1), Pass('F', 1, 0, 1), 'activation')
+    said = r'^F stage 0 microbatch 0 slice 1 made \(3, 6\) of torch.float32, but'
+    with pytest.raises(ValueError, match=said):
+        sliced.checked(torch.zeros(3, 6), hand)
     with pytest.raises(NotImplementedError, match='messages sample beside some whose shapes vary'):
         messages(NOWHERE, message_of(uneven), {'sample': parts})
 

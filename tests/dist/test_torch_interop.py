@@ -148,11 +148,6 @@ def test_theirs_passes_our_checker(family, chunks, placement, num_ranks, microba
     assert formats.from_torch_csv(formats.to_torch_csv(schedule)) == schedule
 
 
-@pytest.mark.parametrize(('family', 'chunks', 'placement'), OTHERS)
-def test_theirs_runs_here(ranks, family, chunks, placement):
-    check_run(ranks, their_schedule(family, chunks, placement, 2, 4))
-
-
 def test_gpipe_drops_what_torch_lowered():
     order = torch_order(torch_schedules.ScheduleGPipe, 4, [0], 8)
     with pytest.warns(UserWarning, match='dropped 4 '):

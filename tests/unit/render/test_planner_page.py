@@ -139,7 +139,7 @@ def as_file(costs: Costs) -> str:
 
 
 WHOLE = """{starts: run.starts, ends: run.ends, ...figures, parts: idleParts(run, figures),
-    live: memory.live, peaks: memory.peaks}"""
+    waits: waitsOf(run, figures.makespan), live: memory.live, peaks: memory.peaks}"""
 
 
 def in_browser(page: chromium.Page, schedule: str, costs: Costs, wanted: str = WHOLE) -> Any:
@@ -152,11 +152,12 @@ def in_browser(page: chromium.Page, schedule: str, costs: Costs, wanted: str = W
 
 
 def assert_same(said: dict, schedule: Schedule, costs: Costs) -> None:
-    """Times to the bit; sums of them to rounding."""
+    """Times to the bit, and what each pass waited for; sums of times to rounding."""
     line = simulate(schedule, costs)
     for rank, spans in enumerate(line.spans):
         found = zip(said['starts'][rank], said['ends'][rank], strict=True)
         assert list(map(tuple, found)) == list(spans), (schedule.name, rank)
+    assert [list(map(tuple, own)) for own in said['waits']] == waits(line)
     assert said['makespan'] == line.makespan
     assert said['idle'] == pytest.approx(line.idle_all_ranks, abs=1e-12)
     assert said['bubble'] == pytest.approx(line.bubble, abs=1e-12)
@@ -462,16 +463,6 @@ def test_bars_and_memory_are_those_of_a_picture(loaded, name):
     assert found.keys() == wanted.keys() and len(wanted) > 4
     for key, own in wanted.items():
         assert found[key] == pytest.approx(own, rel=1e-5, abs=1e-5), key
-
-
-@pytest.mark.parametrize('name', ['zb-v', 'interleaved'])
-def test_what_a_pass_waited_for(loaded, name):
-    costs = random_costs(schedule := build(name, 4, 8), random.Random(name))
-    own = f"scheduleOf('{name}', 2, 4, 8)"
-    said = in_browser(loaded, own, costs, 'waitsOf(run, figures.makespan)')
-    wanted = waits(simulate(schedule, costs))
-    assert [list(map(tuple, own)) for own in said] == wanted
-    assert sum(rank >= 0 for own in wanted for rank, _ in own) > 10
 
 
 def test_facts_and_peaks_of_a_timeline(page, tmp_path, file):
