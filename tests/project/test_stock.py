@@ -273,14 +273,18 @@ def test_one_goes_on_where_another_has_saved(tmp_path):
 
 @pytest.mark.parametrize('why', ['fresh', 'the first of a harness', 'a sixteenth'])
 def test_some_are_trained_anew(why, monkeypatch):
+    """Once in a session."""
     ranks = Stub()
     train(ranks)
     setting = {'fresh': ('FRESH', True), 'a sixteenth': ('TRIED', 1)}
-    monkeypatch.setattr(stock, *setting.get(why, ('_seen', set())))
+    monkeypatch.setattr(stock, *setting.get(why, ('TRIED', 1 << 40)))
+    seen = set() if why == 'the first of a harness' else {'example.measured'}
+    monkeypatch.setattr(stock, '_seen', {*seen})
+    train(ranks)
     train(ranks)
     assert ranks.trained == 2
     ranks.results = [LEFT[0], replace(LEFT[1], losses=('0x1.8p+0',))]
-    monkeypatch.setattr(stock, *setting.get(why, ('_seen', set())))
+    monkeypatch.setattr(stock, '_seen', seen)
     with pytest.raises(stock.StaleError, match=r'measured on 2 ranks with .*: this stock training'):
         train(ranks)
 

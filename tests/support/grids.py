@@ -1,4 +1,6 @@
-"""Grids of cases: each run takes some that cover every row, `--full` takes them all.
+"""Grids of cases: each run takes some that cover every value, `--full` takes them all.
+
+Of what trains each run takes one case of each row, or feature.
 
 Where several releases are tested side by side, one of them runs every case, and the others one case
 of each test (`--one-case`).
@@ -9,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from supported import worded
 
 
 def grid(
@@ -70,14 +73,41 @@ def beside_another(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     here, whatever the parameters; all cases of tests that are marked `each_release`, and none of
     those that are marked `one_release`.
     """
-    left_out, kept = set(), set()
+    each = [item for item in items if not item.get_closest_marker('each_release')]
+    once = {item for item in each if item.get_closest_marker('one_release')}
+    others = [item for item in each if item not in once]
+    return once | _later([((_test(item), _row(item)), item) for item in others])
+
+
+def alike(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Return the trainings that a run can spare, as an earlier case of their test is of their row
+    or, where the test has no rows, shows the same features."""
+    trainings = []
     for item in items:
-        params = item.callspec.params if hasattr(item, 'callspec') else {}
-        test = item.nodeid.partition('[')[0], getattr(params.get('training'), 'row', '')
-        if item.get_closest_marker('each_release'):
-            continue
-        if item.get_closest_marker('one_release') or test in kept:
-            left_out.add(item)
+        marks = [mark.args[0] for mark in item.iter_markers('supports')]
+        if marks or _row(item):
+            params = item.callspec.params if hasattr(item, 'callspec') else {}
+            features = _row(item) or str([text.format(**worded(params)) for text in marks])
+            own = [str(params.get(name)) for name in ('family', 'te_ranks')]
+            trainings.append(((_test(item), features, *own), item))
+    return _later(trainings)
+
+
+def _later(items: Iterable[tuple[tuple[str, ...], pytest.Item]]) -> set[pytest.Item]:
+    """Return all items but the first of each key that no mark skips here."""
+    later, kept = set(), set()
+    for key, item in items:
+        if key in kept:
+            later.add(item)
         elif not any(any(mark.args) for mark in item.iter_markers('skipif')):
-            kept.add(test)
-    return left_out
+            kept.add(key)
+    return later
+
+
+def _test(item: pytest.Item) -> str:
+    return item.nodeid.partition('[')[0]
+
+
+def _row(item: pytest.Item) -> str:
+    params = item.callspec.params if hasattr(item, 'callspec') else {}
+    return getattr(params.get('training'), 'row', '')

@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import compiled
+import kept_groups
 import psutil
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ import torch.multiprocessing as mp
 _MOST_THREADS, _MORE_THREADS = 24, 12
 # with so many left, ranks start anew: on what holds their groups Python has no hold; more where
 # tests of a module keep Megatron's groups for each other
-_TOO_MANY, _WITH_KEPT = 60, 150
+_TOO_MANY, _WITH_KEPT = 160, 160
 _SERVERS = 2  # neighbours are forks of different ones: their sets of texts have other orders
 _LAST_WORDS = 5  # seconds for the others to answer when a rank has failed
 
@@ -202,6 +203,7 @@ def _fork_ranks(
     # torch with it: longer than a training. One that is forked has both.
     spawning: Any = mp.get_context('spawn')
     spawning.Manager = mp.get_context('fork').Manager
+    kept_groups.install()
     make_ready = functools.partial(_make_ready, emulated, prepare, prepared)
     if not gpu:
         make_ready()
@@ -285,6 +287,7 @@ def _serve(
         except EOFError:
             return
         keeps = False
+        kept_groups.forget()
         try:
             value = function(*args)
             keeps = _keeps_groups()

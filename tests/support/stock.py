@@ -26,7 +26,7 @@ FRESH = False  # `--fresh`
 TRIED = 16  # one training of so many is always made anew, beside the first of each harness
 LIMIT = 2 << 30  # bytes that are kept; entries that have not been read for longest go
 counted: Counter[str] = Counter()
-_seen: set[str] = set()  # harnesses with a training in this session
+_seen: set[str] = set()  # harnesses and keys with a training in this session
 _saved: dict[Path, tuple[str, object]] = {}  # by folder: the training that left it, its files
 
 
@@ -132,9 +132,10 @@ def _after(flag: str, words: list[str]) -> Path | None:
 def _due(key: str, function: Callable) -> bool:
     """Return whether a training is made anew, though it be kept."""
     harness = f'{function.__module__}.{function.__qualname__}'
-    first = harness not in _seen
-    _seen.add(harness)
-    return FRESH or first or int(key[:8], 16) % TRIED == 0
+    due = FRESH or harness not in _seen or int(key[:8], 16) % TRIED == 0
+    again = key in _seen
+    _seen.update((harness, key))
+    return due and not again
 
 
 def _provenance(place: Path) -> str:
