@@ -406,9 +406,9 @@ def _guests(settings: Settings) -> Iterator[Guest]:
 
         yield telemetry.Spans()
     if settings.offload == AUTO:
-        from megatron_zbpp.guests import offload_tuner
+        from megatron_zbpp.guests import measurements
 
-        yield offload_tuner.OffloadTuner(settings.profile_iters)
+        yield measurements.OffloadTuner(settings.profile_iters)
     if settings.schedule == AUTO:
         from megatron_zbpp.guests import auto_plan
 

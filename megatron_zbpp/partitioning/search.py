@@ -30,8 +30,8 @@ from megatron_zbpp.partitioning.strategies import min_cut_order
 from megatron_zbpp.planner import cp_sat
 from megatron_zbpp.planner.ends import lower_bound, replay, replay_whole
 from megatron_zbpp.planner.limits import Budget, by_bound
-from megatron_zbpp.planner.named_schedules import on_placement
 from megatron_zbpp.planner.pattern import Pattern, dispatch
+from megatron_zbpp.planner.plans import on_placement
 from megatron_zbpp.planner.problem import EPSILON, Orders, Problem
 from megatron_zbpp.planner.search import Search
 from megatron_zbpp.schedules import find

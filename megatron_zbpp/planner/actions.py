@@ -40,8 +40,15 @@ from megatron_zbpp.planner.limits import (
     same_limits,
     with_room,
 )
-from megatron_zbpp.planner.named_schedules import in_turn, variants
-from megatron_zbpp.planner.plans import Plan, PlanningInterrupted, is_small, plan, require_question
+from megatron_zbpp.planner.plans import (
+    Plan,
+    PlanningInterrupted,
+    in_turn,
+    is_small,
+    plan,
+    require_question,
+    variants,
+)
 from megatron_zbpp.planner.problem import EPSILON, Problem
 from megatron_zbpp.schedules import FAMILIES
 from megatron_zbpp.techniques import find_all, placed_in_turn

@@ -16,8 +16,7 @@ from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner.cost_sources import Naming
 from megatron_zbpp.planner.limits import Candidate, Limit, OnTime, always, question, with_room
-from megatron_zbpp.planner.named_schedules import named
-from megatron_zbpp.planner.plans import is_small
+from megatron_zbpp.planner.plans import is_small, named
 from megatron_zbpp.techniques.composition import techniques_of
 from megatron_zbpp.techniques.slices.balance import (
     Attention,

@@ -63,6 +63,7 @@ def steady(at: Sizes) -> bool:  # there is a steady state, of equal passes
 
 
 _FUNCTIONS = {'floor': floor, 'ceil': ceil}
+_SIGNS = rf'(?:floor|ceil)(?=\()|[{"".join(Sizes._fields)}]|\d+(?:\.\d+)?|[<>]=|[-+*/%()<>=,]'
 _TEXT = re.compile(r'(at most )?(.+?)(?: \(([^()]*(?:=|divides)[^()]*)\))?')
 
 
@@ -84,11 +85,20 @@ class Formula:
     at_most: bool = False  # the promise is an upper bound
 
     def __post_init__(self) -> None:
-        if self.value is None and (found := _TEXT.fullmatch(self.text)):
-            bound, term, condition = found.groups(default='')
-            object.__setattr__(self, 'value', _computed(term))
-            object.__setattr__(self, 'where', _computed(condition or '1=1'))
-            object.__setattr__(self, 'at_most', bool(bound))
+        if self.value is not None:
+            return
+        found = _TEXT.fullmatch(self.text)
+        bound, term, condition = found.groups(default='') if found else ('', '', '')
+        try:
+            value, where = _computed(term), _computed(condition or '1=1')
+        except SyntaxError as error:
+            raise ValueError(
+                f'formula {self.text!r} cannot be computed: write a term of '
+                f'{", ".join(Sizes._fields)} such as "(p-1)(F+B)/v (m >= p)", or give its `value`'
+            ) from error
+        object.__setattr__(self, 'value', value)
+        object.__setattr__(self, 'where', where)
+        object.__setattr__(self, 'at_most', bool(bound))
 
     def __call__(self, sizes: Sizes) -> float:
         """Return the number, also where it is not promised."""
@@ -102,7 +112,9 @@ class Formula:
 def _computed(text: str) -> Callable[[Sizes], Any]:
     """Return the function of a term or of conditions, in which products have no sign."""
     text = re.sub(r'(\S+) divides (\w+)', r'\2 % (\1) = 0', text)
-    signs = re.findall(r'floor|ceil|[A-Za-z]|[\d.]+|[<>]=|\S', text)
+    signs = re.findall(_SIGNS, text)
+    if ''.join(signs) != re.sub(r'\s', '', text):
+        raise SyntaxError(text)
     python = ''
     for before, sign in pairwise(['(', *signs]):
         factor = before == ')' or (before[-1].isalnum() and before not in _FUNCTIONS)

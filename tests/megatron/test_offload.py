@@ -14,7 +14,7 @@ from rows import row, trains
 from supported import supports
 
 from megatron_zbpp.analysis.memory import peak
-from megatron_zbpp.guests import measurements, offload_tuner
+from megatron_zbpp.guests import measurements
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.mcore import compat, session
@@ -115,10 +115,10 @@ def measuring(job, argv, k):
     def slow(self):
         return dict.fromkeys(self.bytes, 1.5 * k / 2)  # of one of two chunks
 
-    guest = offload_tuner.OffloadTuner(1, said.append)
+    guest = measurements.OffloadTuner(1, said.append)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session.Session, 'on_iteration_end', noted)
-        patch.setattr(offload_tuner, 'OffloadTuner', lambda _: guest)
+        patch.setattr(measurements, 'OffloadTuner', lambda _: guest)
         if k is not None:
             patch.setattr(measurements, 'measured_costs', equal)
             patch.setattr(ActivationStore, 'copy_times', slow)

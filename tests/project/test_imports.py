@@ -97,7 +97,7 @@ def test_a_session_needs_little_of_the_house():
     ('asked', 'guest', 'searches'),
     [
         ("'auto'", {'auto_plan', 'background_search', 'measurements'}, {'planner', 'partitioning'}),
-        ("'zb-h1', offload='auto'", {'offload_tuner', 'measurements'}, set()),
+        ("'zb-h1', offload='auto'", {'measurements'}, set()),
         ("'zb-h1', trace_dir='no/such/folder'", {'tracing'}, {'render'}),
         ("'zb-h1').side_task(None, 1.0", {'side_work'}, set()),
     ],

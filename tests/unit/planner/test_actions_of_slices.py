@@ -9,7 +9,7 @@ from test_actions import KINDS, costed, does
 from megatron_zbpp import Placement
 from megatron_zbpp.planner.actions import plan_within
 from megatron_zbpp.planner.limits import Budget
-from megatron_zbpp.planner.named_schedules import named
+from megatron_zbpp.planner.plans import named
 from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.techniques.slices.balance import Attention, in_parts
 from megatron_zbpp.techniques.slices.graph import Slicing

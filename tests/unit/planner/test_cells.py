@@ -12,8 +12,7 @@ from megatron_zbpp import Costs, Pass, Placement, Schedule, build, check, simula
 from megatron_zbpp.analysis.program import Join, Send
 from megatron_zbpp.analysis.run_ahead import passes_ahead
 from megatron_zbpp.ir import Together
-from megatron_zbpp.planner.named_schedules import joined
-from megatron_zbpp.planner.plans import plan
+from megatron_zbpp.planner.plans import joined, plan
 from megatron_zbpp.planner.problem import Problem
 
 

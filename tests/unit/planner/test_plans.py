@@ -14,8 +14,7 @@ from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.planner import limits as limits
 from megatron_zbpp.planner.actions import ActionSearch
 from megatron_zbpp.planner.limits import Budget
-from megatron_zbpp.planner.named_schedules import named, on_placement, variants
-from megatron_zbpp.planner.plans import Candidate, plan
+from megatron_zbpp.planner.plans import Candidate, named, on_placement, plan, variants
 from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.schedules import FAMILIES, family, find, names
 from megatron_zbpp.techniques import find as find_technique

@@ -23,9 +23,8 @@ from megatron_zbpp.planner import cp_sat, limits
 from megatron_zbpp.planner.actions import plan_within
 from megatron_zbpp.planner.cp_sat import solve_offload
 from megatron_zbpp.planner.ends import lower_bound, moving_bound, replay_whole
-from megatron_zbpp.planner.named_schedules import joined, named
 from megatron_zbpp.planner.pattern import Pattern, dispatch
-from megatron_zbpp.planner.plans import plan
+from megatron_zbpp.planner.plans import joined, named, plan
 from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.planner.search import Search
 from megatron_zbpp.techniques import NAMES, find

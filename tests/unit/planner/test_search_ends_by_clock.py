@@ -9,7 +9,7 @@ import pytest
 
 from megatron_zbpp import Costs, Placement, build, simulate
 from megatron_zbpp.cli import planning
-from megatron_zbpp.planner import actions, limits, named_schedules, pattern, plan_requests, search
+from megatron_zbpp.planner import actions, limits, pattern, plan_requests, plans, search
 from megatron_zbpp.planner.actions import plan_within
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.planner.problem import Problem
@@ -30,7 +30,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> Mock:
 
 def test_a_large_question_ends_with_what_the_clock_left_time_for(ticks, monkeypatch):
     ticks(1.0)
-    built = counted(monkeypatch, named_schedules, 'on_placement')
+    built = counted(monkeypatch, plans, 'on_placement')
     tried = counted(monkeypatch, pattern, 'replay')
     followed = counted(monkeypatch, search, 'extrapolate')
     shares: list[float] = []
@@ -90,7 +90,7 @@ def test_a_turn_is_a_share_of_the_time_that_is_left(ticks):
 def test_cells_of_named_schedules_end_with_the_clock(ticks, monkeypatch):
     placement = Placement.v(P)
     costs = replace(Costs.uniform(placement), together=0.9)
-    built = counted(monkeypatch, named_schedules, 'on_placement')
+    built = counted(monkeypatch, plans, 'on_placement')
     ticks(60.0)
     plan([(placement, costs)], M, seconds=50.0)
     assert not built.called
@@ -141,7 +141,7 @@ def test_turns_of_families():
         (1.0, ['merak', 'varuna', 'zb-h2']),
     ):
         problem = Problem(at, M, Costs.uniform(at), (limit,) * P)
-        assert [family.name for family in named_schedules.in_turn(problem)][:3] == first
+        assert [family.name for family in plans.in_turn(problem)][:3] == first
     left = iter([True, True, False])
     found = slice_counts(
         CANDIDATES, 4, 4096, Attention(), least=1, on_time=lambda: next(left, False)

@@ -17,7 +17,7 @@ from megatron_zbpp import Costs, Placement, Schedule, build, check, simulate
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.ir import BW, B, F, Together, W
 from megatron_zbpp.mcore.settings import Settings
-from megatron_zbpp.planner.named_schedules import named
+from megatron_zbpp.planner.plans import named
 from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.schedules import FAMILIES, family, find, names, registry
 from megatron_zbpp.schedules.registry import ANY, ONE

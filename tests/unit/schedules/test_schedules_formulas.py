@@ -67,6 +67,14 @@ def cases():
             yield pytest.param(family, p, m, n, id=f'{family.name}-{p}', marks=marks)
 
 
+@pytest.mark.parametrize('text', ['', '(p', 'p q', 'at most p (m >)', 'about 3', 'p.m', 'floor'])
+def test_a_text_that_is_no_formula_is_named_with_the_cure(text):
+    says = re.escape(f'formula {text!r} cannot be computed: write a term of p, m, v, F, B, W, n')
+    with pytest.raises(ValueError, match=f'{says}.*, or give its `value`'):
+        Formula(text)
+    assert Formula(text, lambda sizes: 3.0)(Sizes(2, 4)) == 3.0
+
+
 @pytest.mark.parametrize(('family', 'p', 'microbatches', 'slices'), cases())
 def test_formulas(family, p, microbatches, slices):
     """Wherever a family promises a number, simulation finds just that, or no more."""
