@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import kept_groups
 import stock
 from nvidia import also
 from ranks import Ranks, let_go
@@ -162,8 +161,7 @@ def early_steps() -> int:
 
 
 def forget_groups() -> None:
-    """Destroys Megatron's process groups, but those that the next run may take (`kept_groups`):
-    each has threads, and they would add up over the runs.
+    """Destroys Megatron's process groups: each has threads, and they would add up over the runs.
 
     Models know groups, and go only if they are taken apart. Hooks of parameters hold a model,
     graphs hold those, and a model holds such graphs (fp32 shards of the distributed optimizer, what
@@ -185,10 +183,9 @@ def forget_groups() -> None:
     for name, value in list(vars(parallel_state).items()):
         if isinstance(value, dist.ProcessGroup):  # which that has forgotten
             setattr(parallel_state, name, None)
-    kept_groups.release()
-    kept = {dist.group.WORLD, *kept_groups.kept()}
-    for group in [each for each in dist.distributed_c10d._world.pg_map if each not in kept]:
-        dist.destroy_process_group(group)
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
     rotary_pos_embedding.RotaryEmbedding.forward.cache_clear()  # it keeps modules, those a group
     engine = sys.modules.get('transformer_engine.pytorch.distributed')
     if engine is not None:  # where a tuple in a cache holds it, no collector says so

@@ -20,12 +20,12 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import compiled
-import kept_groups
 import psutil
 import torch
 import torch.distributed as dist
@@ -35,8 +35,9 @@ import torch.multiprocessing as mp
 _MOST_THREADS, _MORE_THREADS = 24, 12
 # with so many left, ranks start anew: on what holds their groups Python has no hold; more where
 # tests of a module keep Megatron's groups for each other
-_TOO_MANY, _WITH_KEPT = 160, 160
+_TOO_MANY, _WITH_KEPT = 60, 150
 _SERVERS = 2  # neighbours are forks of different ones: their sets of texts have other orders
+_LONGEST = timedelta(minutes=30)  # that a group waits, unless it is told
 _LAST_WORDS = 5  # seconds for the others to answer when a rank has failed
 
 
@@ -47,7 +48,7 @@ class RankError(AssertionError):
 class Pool:
     """As many processes as the largest group had; a smaller group is made of the first of them.
 
-    So idle ones are few: each holds memory, and each of its gloo threads wakes 100 times a second.
+    So idle ones are few: each holds memory.
     `prepare` is called before Megatron is imported in the processes that are forked; where a GPU
     is, in each fork. Unless it sees to that (not `emulated`), what asks for CUDA gets the CPU.
     """
@@ -203,7 +204,7 @@ def _fork_ranks(
     # torch with it: longer than a training. One that is forked has both.
     spawning: Any = mp.get_context('spawn')
     spawning.Manager = mp.get_context('fork').Manager
-    kept_groups.install()
+    _share_device()
     make_ready = functools.partial(_make_ready, emulated, prepare, prepared)
     if not gpu:
         make_ready()
@@ -229,6 +230,22 @@ def _fork_ranks(
             theirs.close()
             os.close(stacks)
             connection.send(ranks[-1].pid)
+
+
+def _share_device() -> None:
+    """One thread carries the messages of all gloo groups, as it wakes 100 times a second."""
+    group = dist.ProcessGroupGloo
+    device = functools.cache(group.create_default_device)
+    make = group.__init__
+
+    def make_on_device(
+        self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta = _LONGEST
+    ) -> None:
+        options = group._Options()
+        options._devices, options._timeout = [device()], timeout
+        make(self, store, rank, size, options)
+
+    group.__init__ = make_on_device
 
 
 def _make_ready(emulated: bool, prepare: Callable | None, prepared: tuple) -> None:
@@ -287,7 +304,6 @@ def _serve(
         except EOFError:
             return
         keeps = False
-        kept_groups.forget()
         try:
             value = function(*args)
             keeps = _keeps_groups()
