@@ -219,12 +219,7 @@ def _times(
 def _latencies(
     timeline: Timeline, waits: Mapping[tuple[int, int], float]
 ) -> dict[tuple[int, int], float]:
-    """Return the measured time from a pass's end to its taker's start on another rank, by pairs.
-
-    The shortest that was seen between two ranks, both ways taken together, so that clocks which
-    differ do not matter. Of pairs that waited for each other, or of all where none did; the lower
-    rank first.
-    """
+    """Return the shortest latency of two ranks, by pairs: half of both ways, as clocks differ."""
     shortest = timeline.lags()
     ways = {(a, b): lag + shortest[b, a] for (a, b), lag in shortest.items() if a < b}
     pairs = {pair: max(0.0, both / 2) for pair, both in ways.items()}
@@ -242,11 +237,7 @@ def _hops(
     pairs: Mapping[tuple[int, int], float],
     shortest: Mapping[tuple[int, int], float],
 ) -> tuple[tuple[float, float], ...]:
-    """Return the time of each hop beyond the shortest latency of its ranks; empty: none has more.
-
-    Where a pair of ranks has one hop, or a hop was never waited for, that is 0. Clocks that differ
-    hide how long each way takes: both get half.
-    """
+    """Return each hop's time beyond its ranks' shortest latency, half each way; empty: none."""
     placement = timeline.schedule.placement
     if not placement.is_one_way:
         return ()

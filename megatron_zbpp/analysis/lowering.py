@@ -132,11 +132,7 @@ def takers(schedule: Schedule) -> dict[Pass, list[Pass]]:
 
 
 class _Writer:
-    """Writes all instructions in one order: by the ends of passes, if equal work takes equal time.
-
-    A message has come when its taker runs, and a rank knows that a pass of its peer has run when it
-    takes what that peer made later: so each send knows how many of its channel may not have come.
-    """
+    """Writes instructions in one order: by the ends of passes, if equal work takes equal time."""
 
     def __init__(self, schedule: Schedule, receives: str) -> None:
         self._programs: list[list[Instruction]] = [[] for _ in schedule.passes]
@@ -332,11 +328,7 @@ def _by_end(schedule: Schedule, joined: Set[int]) -> tuple[list[int], list[tuple
 def _by_takers(
     schedule: Schedule, flow: _Flow, order: Sequence[int], joined: Set[int]
 ) -> list[int]:
-    """Return the passes in an order in which forwards take what a rank sent before it goes on.
-
-    Where all ranks would wait for each other, the first of them by `order` goes on: receives of
-    what it sent are posted earlier.
-    """
+    """Return the passes in an order in which forwards take what a rank sent before it goes on."""
     ranks, numbers = flow.ranks, {p: number for number, p in enumerate(flow.passes)}
     needs = [{numbers[q] for q in schedule.predecessors(p)} for p in flow.passes]
     place = {number: at for at, number in enumerate(order)}

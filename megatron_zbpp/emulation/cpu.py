@@ -355,10 +355,7 @@ def _aliased_isend(tensor: torch.Tensor, *args, _original=distributed_c10d.isend
 
 
 def _by_bytes(original: Callable) -> Callable:
-    """Gather bytes where types differ, as FP8 weights and their biases do.
-
-    gloo would convert them all to the type of the first.
-    """
+    """Gather bytes where types differ, as FP8 weights do: gloo would convert all to the first's."""
 
     @functools.wraps(original)
     def gather(self, outputs, inputs, *args, **kwargs):

@@ -73,10 +73,7 @@ def _by_kind(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _within(data: dict[str, Any], within: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of selective recomputation, with the times of kinds that it is silent of.
-
-    A copy of less takes less: where nothing else is told, times of copies are as activations.
-    """
+    """Return the fields of selective recomputation; copies that it is silent of take less."""
     kinds = dict(data['times'])
     before, after = data['amounts'].get('activation'), within['amounts'].get('activation')
     if before and after and len(before) == len(after):

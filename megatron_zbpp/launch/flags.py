@@ -301,10 +301,7 @@ def _with_our_flags(original: Callable) -> Callable:
 
 
 def _make_printable(parser: argparse.ArgumentParser) -> None:
-    """Double the percent signs of texts that argparse cannot format.
-
-    Megatron-Core 0.18 and later have one, so that their --help ends in a traceback.
-    """
+    """Double percent signs that argparse cannot format: Megatron-Core from 0.18 on has one."""
     for action in parser._actions:
         text = action.help or ''
         try:

@@ -172,11 +172,7 @@ class SpeculativeStep:
 
 
 def _aside(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a copy in the host's memory, which never reads it and so need not wait for it.
-
-    A GPU copies to and from page-locked memory in the order of its stream; PyTorch keeps such
-    memory until the stream is done with it, and uses it again for the next step.
-    """
+    """Return a copy in page-locked memory, made in the stream's order: the host never reads it."""
     locked = parameter.device.type == 'cuda'
     copy = torch.empty_like(parameter, device='cpu', requires_grad=False, pin_memory=locked)
     return copy.copy_(parameter.detach(), non_blocking=True)

@@ -157,11 +157,7 @@ class WeightGradStore:
 
 
 class _Visits:
-    """The nodes through which autograd reaches the parameters of a stage, layer by layer.
-
-    The W passes of a stage in an iteration visit the same layers in the same order: the nodes are
-    made for the first and serve all.
-    """
+    """Autograd's nodes before a stage's parameters, by layer: made for its first W, for all."""
 
     def __init__(self, records: Sequence[Deferred]) -> None:
         self._shape = _shape(records)

@@ -252,9 +252,6 @@ class _Scheduler:
         return self.draft.duration(kind, rank)
 
     def _has_room(self, rank: int, more: float = 0.0) -> bool:
-        """Check that `rank` may hold another activation, with `more` activations held than now.
-
-        What a B adds must find room beside it.
-        """
+        """Check that `rank`, with `more` activations than now, has room for one more and its B."""
         amount = self.activation[rank] + more + self.rises[rank]
         return self.draft.has_room(rank, amount, self.limits[rank])

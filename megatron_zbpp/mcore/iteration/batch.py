@@ -178,11 +178,7 @@ class Batch:
         return self.call.results
 
     def _gather_parameters(self) -> None:
-        """Send for what forwards of chunks that have run none will wait for: other ranks' shards.
-
-        Megatron's interleaved schedule does so where --overlap-param-gather keeps parameters; its
-        1F1B does not: there one part of the parameters sends for the next.
-        """
+        """Ask ranks for parameters before forwards, as Megatron's interleaved schedule does."""
         starts, models = self.config.param_sync_func, self.call.arguments.models
         if starts is None or self.call.arguments.forward_only or len(models) == 1:
             return

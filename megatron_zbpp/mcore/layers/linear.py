@@ -153,10 +153,7 @@ def remembering_reduce_scatter(original: type, store: WeightGradStore) -> type:
 
 
 class _Unasked:
-    """A weight where nobody asks for the gradient of the input: its product is None, and free.
-
-    Else it is the weight: `main_grad` and the flags beside it are read there and written there.
-    """
+    """A weight where nobody asks for the gradient of the input: its product is None, and free."""
 
     def __init__(self, weight: torch.nn.Parameter) -> None:
         vars(self)['_weight'] = weight

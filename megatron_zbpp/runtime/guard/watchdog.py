@@ -221,11 +221,7 @@ class Watchdog(Unwatched):
 
     @contextmanager
     def _watching(self, activity: activities.Activity) -> Iterator[None]:
-        """Give the process `timeout` seconds after an exception to end, or to begin something new.
-
-        No pipeline goes on after one, and leaving it may hang too. What was watched before, and is
-        not over on all ranks, is watched again behind it.
-        """
+        """Give the process `timeout` seconds after an exception to end or to begin something."""
         before = self._activity
         self._activity, self._failed, self._reported = activity, False, False
         if torch.cuda.is_initialized():
