@@ -1,10 +1,14 @@
 """Files that tests need and that are made once: by the first process that asks."""
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
-from filelock import FileLock
+# its hooks are called at each event of Python that can be audited: a twentieth of a training
+with mock.patch.object(sys, 'addaudithook', lambda hook: None):
+    from filelock import FileLock
 
 
 def made_once(target: Path, make: Callable[[Path], None]) -> Path:

@@ -32,6 +32,8 @@ KEYS = ('tokens', 'labels', 'loss_mask', 'attention_mask', 'position_ids')
 
 def has_mtp(ignore_virtual, vp_stage=None):
     """Whether this rank, or that chunk of it, predicts several tokens."""
+    if not get_args().mtp_num_layers:
+        return False
     config = core_transformer_config_from_args(get_args())
     layout = config.pipeline_model_parallel_layout
     return mtp_on_this_rank(layout, config.mtp_num_layers, ignore_virtual, vp_stage)

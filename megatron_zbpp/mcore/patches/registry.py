@@ -16,6 +16,9 @@ from typing import Any, NamedTuple
 from megatron_zbpp.runtime.import_hook import after_import
 
 _ABSENT = object()
+# they have most of all names that there are, and none of Megatron's
+_WITHOUT_MEGATRON = {*sys.stdlib_module_names, 'torch', 'triton', 'numpy', 'sympy', 'mpmath'}
+_WITHOUT_MEGATRON |= {'networkx', 'pytest', '_pytest', 'cuda', 'setuptools', 'jinja2'}
 
 
 @dataclass(frozen=True)
@@ -168,8 +171,8 @@ def _everywhere(pairs: Iterable[tuple[Any, Any]]) -> Iterator[Place]:
     if not wanted:
         return
     for path, module in list(sys.modules.items()):
-        if path.startswith(('torch.', 'sympy.')) or not isinstance(module, ModuleType):
-            continue  # those have most of all names that there are, and none of Megatron
+        if path.partition('.')[0] in _WITHOUT_MEGATRON or not isinstance(module, ModuleType):
+            continue
         if wanted.keys().isdisjoint(map(id, vars(module).values())):
             continue  # as nearly all do, of thousands
         for name, value in list(vars(module).items()):
