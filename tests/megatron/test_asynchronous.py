@@ -23,7 +23,7 @@ from models import Job
 from nvidia import needs_training, require_same
 from paths import ROOT, SUPPORT
 from supported import supports
-from weights_by_hand import SIZES, ByChunk, ByHand, Case, PipeMare, clip_by_stage, require_equal
+from weights_by_hand import BY, SIZES, ByHand, Case, clip_by_stage, require_equal
 
 from megatron_zbpp.mcore import enabled
 
@@ -234,10 +234,9 @@ class WeightsByHand:
                     stage = parallel_state.get_pipeline_model_parallel_rank()
                     model = given['model']
                     models = model if isinstance(model, list) else [model]
-                    by = {'wpipe': ByChunk, 'pipemare': PipeMare}.get(self.method, ByHand)
-                    hands.append(by(self.method, p, get_num_microbatches(), stage, models))
+                    hands.append(BY.get(self.method, ByHand)(self.method, p, stage, models))
                 hands[0].keep()
-                with hands[0].batch():
+                with hands[0].batch(get_num_microbatches()):
                     return original(**given)
 
             return forward_backward

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from grids import grid, some
 from models import with_fields
 from stock import trained as trained_by_stock
 from supported import supports
-from weights_by_hand import ByChunk, ByHand, PipeMare, evaluation, laid_out
+from weights_by_hand import BY, ByHand, evaluation, laid_out
 
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.mcore.iteration.stages import Arguments
@@ -34,56 +34,6 @@ pytestmark = [pytest.mark.alone, pytest.mark.on_ranks(1)]
 METHODS = 'pipedream-2bw', 'pipedream', 'paci', 'pipemare', 'wpipe'
 KEEP_OLDER = 'pipedream-2bw', 'pipedream', 'wpipe'
 ITERATIONS, GROWS, EVALUATES, OTHER_DATA, OTHER_MODEL = 7, 2, 3, 4, 5
-
-
-class ByFormula(ByHand):
-    """Weights of batches that may have other sizes. The pipeline fills anew where that changes, and
-    where data does: PACI and PipeMare have no older weights then."""
-
-    number, filled = -1, 0
-
-    def version(self, i: int) -> int:
-        p, m, stage = self.sizes
-        if self.method in ('pipedream-2bw', 'wpipe'):
-            return max(0, self.number - (self.method == 'pipedream-2bw' or stage < p))
-        newest_in_order = self.number + (i - (p - 1 - stage)) // m
-        return max(self.filled if self.method in ('paci', 'pipemare') else 0, newest_in_order)
-
-    def begin(self, m: int, fills: bool) -> None:
-        p, _, stage = self.sizes
-        self.sizes, self.number = (p, m, stage), self.number + 1
-        self.filled = self.number if fills else self.filled
-        self.forwards = self.backwards = 0
-
-    def forward(self, original: Callable, *args: Any, **given: Any) -> Any:
-        self.put(self.version(self.forwards))
-        self.forwards += 1
-        return original(*args, **given)
-
-    def backward(self, original: Callable, *args: Any, **given: Any) -> Any:
-        self.put_back(self.number if self.method == 'paci' else self.version(self.backwards))
-        self.backwards += 1
-        return original(*args, **given)
-
-
-class PipeMareByFormula(PipeMare, ByFormula):
-    """The same, where forwards are fewer steps late as batches grow."""
-
-    def begin(self, m: int, fills: bool) -> None:
-        super().begin(m, fills)
-        p, _, stage = self.sizes
-        self.tau = (p - 1 - stage) / m
-
-
-class ByFormulaOfChunks(ByChunk):
-    of_chunk = ByFormula
-
-    def begin(self, m: int, fills: bool) -> None:
-        for hand in self.hands.values():
-            hand.begin(m, fills)
-
-
-BY = {'pipemare': PipeMareByFormula, 'wpipe': ByFormulaOfChunks}
 
 
 def draws() -> str:
@@ -124,14 +74,13 @@ def train(method: str, by_hand: bool, argv: list[str]) -> tuple:
                 optimizer, scheduler = script.build_optimizer(args, models)
                 left.append((models, optimizer))
                 norms.append([])
-                by = BY.get(method, ByFormula)
-                hand = by(method, p, args.num_microbatches, stage, models)
+                hand = BY.get(method, ByHand)(method, p, stage, models)
             for model in models:
                 model.zero_grad_buffer()
             optimizer.zero_grad()
             hand.keep()
-            hand.begin(args.num_microbatches, iteration in (0, GROWS, OTHER_DATA))
-            with hand.batch() if by_hand else ExitStack():
+            batch = args.num_microbatches, iteration in (0, GROWS, OTHER_DATA)
+            with hand.batch(*batch) if by_hand else ExitStack():
                 losses.append(script.run_batch(args, models, data))
             with hand.rates(optimizer, scheduler.num_steps) if by_hand else ExitStack():
                 succeeded, norm, _ = optimizer.step()

@@ -62,23 +62,20 @@ class Case:
         return list(map(str, [*argv, *self.words]))
 
 
-def version_of_forward(method: str, p: int, m: int, stage: int, j: int) -> int:
-    if method == 'wpipe':
-        return max(0, j // m - (stage < p))
-    return max(0, j // m - 1 if method == 'pipedream-2bw' else (j - (p - 1 - stage)) // m)
-
-
 class ByHand:
     """Copies weights into the parameters before each of Megatron's own forward and backward steps.
 
-    It knows the formulas of versions and nothing of orders: batches run one after the other.
+    It knows the formulas of versions and nothing of orders: batches run one after the other, and
+    may have other sizes. The pipeline fills anew where that changes, and where data does: PACI and
+    PipeMare have no older weights then.
     """
 
-    def __init__(self, method: str, p: int, m: int, stage: int, models: list) -> None:
-        self.method, self.sizes = method, (p, m, stage)
+    def __init__(self, method: str, p: int, stage: int, models: list) -> None:
+        self.method, self.p, self.stage = method, p, stage
         self.parameters = [each for model in models for each in model.parameters()]
         self.history: list[list[torch.Tensor]] = []
-        self.forwards = self.backwards = 0
+        self.number, self.filled = -1, 0  # of the batch, and of the one with which it was filled
+        self.m = self.forwards = self.backwards = 0
 
     def keep(self) -> None:
         self.history.append([each.data.clone() for each in self.parameters])
@@ -87,14 +84,24 @@ class ByHand:
         for parameter, data in zip(self.parameters, self.history[version], strict=True):
             parameter.data.copy_(data)
 
+    def begin(self, m: int, fills: bool) -> None:
+        self.m, self.number = m, self.number + 1
+        self.filled = self.number if fills else self.filled
+        self.forwards = self.backwards = 0
+
+    def version(self, i: int) -> int:
+        if self.method in ('pipedream-2bw', 'wpipe'):
+            return max(0, self.number - (self.method == 'pipedream-2bw' or self.stage < self.p))
+        newest_in_order = self.number + (i - (self.p - 1 - self.stage)) // self.m
+        return max(self.filled if self.method in ('paci', 'pipemare') else 0, newest_in_order)
+
     def forward(self, original: Callable, *args: Any, **given: Any) -> Any:
-        self.put(version_of_forward(self.method, *self.sizes, self.forwards))
+        self.put(self.version(self.forwards))
         self.forwards += 1
         return original(*args, **given)
 
     def backward(self, original: Callable, *args: Any, **given: Any) -> Any:
-        version = version_of_forward(self.method, *self.sizes, self.backwards)
-        self.put_back(self.backwards // self.sizes[1] if self.method == 'paci' else version)
+        self.put_back(self.number if self.method == 'paci' else self.version(self.backwards))
         self.backwards += 1
         return original(*args, **given)
 
@@ -106,9 +113,10 @@ class ByHand:
         yield
 
     @contextmanager
-    def batch(self) -> Iterator[None]:
+    def batch(self, m: int, fills: bool = False) -> Iterator[None]:
         from megatron.core.pipeline_parallel import schedules
 
+        self.begin(m, fills)
         steps = {'forward_step': self.forward, 'backward_step': self.backward}
         with ExitStack() as stack:
             for name, step in steps.items():
@@ -121,11 +129,9 @@ class ByHand:
 class ByChunk(ByHand):
     """The same for each chunk of a rank, of which Megatron's own schedule interleaves the steps."""
 
-    of_chunk = ByHand
-
-    def __init__(self, method: str, p: int, m: int, rank: int, models: list) -> None:
+    def __init__(self, method: str, p: int, rank: int, models: list) -> None:
         self.hands = {
-            id(model): self.of_chunk(method, p, m, rank + p * chunk, [model])
+            id(model): ByHand(method, p, rank + p * chunk, [model])
             for chunk, model in enumerate(models)
         }
         self.made: dict[int, tuple[Any, ByHand]] = {}  # outputs by identity, and whose they are
@@ -133,6 +139,10 @@ class ByChunk(ByHand):
     def keep(self) -> None:
         for hand in self.hands.values():
             hand.keep()
+
+    def begin(self, m: int, fills: bool) -> None:
+        for hand in self.hands.values():
+            hand.begin(m, fills)
 
     def put(self, version: int) -> None:
         for hand in self.hands.values():
@@ -150,16 +160,20 @@ class ByChunk(ByHand):
 
 
 class PipeMare(ByHand):
-    """PipeMare's formulas: T1's rates, T2's weights of backwards. tau is the delay of a stage."""
+    """PipeMare's formulas: T1's rates, T2's weights of backwards. tau is a stage's delay, fewer
+    steps as batches grow."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        p, m, stage = self.sizes
-        self.tau, self.decay, self.annealed = (p - 1 - stage) / m, 0.135, 5
+        self.tau, self.decay, self.annealed = 0.0, 0.135, 5
         sharded = any(model.ddp_config.use_distributed_optimizer for model in args[-1])
         self.main = [p if sharded else getattr(p, 'main_param', p) for p in self.parameters]
         self.newest: list[torch.Tensor] = []  # until steps are asynchronous
         self.delta = [torch.zeros_like(each.data, dtype=torch.float32) for each in self.main]
+
+    def begin(self, m: int, fills: bool) -> None:
+        super().begin(m, fills)
+        self.tau = (self.p - 1 - self.stage) / m
 
     def keep(self) -> None:
         super().keep()
@@ -184,6 +198,9 @@ class PipeMare(ByHand):
         yield
         for group, rate in zip(groups, rates, strict=True):
             group['lr'] = rate
+
+
+BY = {'pipemare': PipeMare, 'wpipe': ByChunk}
 
 
 def with_w(stage: int, ahead: int, m: int, total: int) -> Iterator[Pass]:
@@ -244,8 +261,7 @@ def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
             clip_by_stage(stepping, args.use_distributed_optimizer)
         data, held_out = (at.script.iterators(args, dataset, first) for first in (0, 100))
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        by = {'pipemare': PipeMare, 'wpipe': ByChunk}.get(case.method, ByHand)
-        hand = by(case.method, case.p, case.m, stage, models)
+        hand = BY.get(case.method, ByHand)(case.method, case.p, stage, models)
         losses, norms, late = [], [], []
         for iteration in range(args.train_iters):
             if case.evaluates and iteration == 3:
@@ -257,7 +273,7 @@ def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
             puts = by_hand and iteration >= args.pipeline_async_warmup_steps
             if puts:
                 hand.keep()
-            with hand.batch() if puts else ExitStack():
+            with hand.batch(case.m) if puts else ExitStack():
                 losses.append(at.batch(data))
             losses.append(logged_by_routers())
             late.append(plugin is not None and endless_of(plugin).unfinished)
