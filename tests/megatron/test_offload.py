@@ -129,9 +129,9 @@ def measuring(job, argv, k):
 @grid(schedule=('po', 'zb-v'), k=(3.0, None, 0.5), fused=(False, True))
 def test_as_much_as_is_free(ranks, data, schedule, k, fused):
     """All of it goes while k is measured, then the share 1/k; all ranks switch together."""
-    job = Job(te=False, offload='auto', fused=fused)
+    job = Job(te=False, offload='auto', fused=fused, iterations=4)
     found = ranks(2).run(measuring, job, job.argv(schedule, False, data), k)
-    assert_same([trained for trained, _, _ in found], reference(ranks, data, job))
+    assert_same([trained for trained, _, _ in found], reference(ranks, data, job), job.iterations)
     (line,), (), left = found[0][1], found[1][1], found[0][2]
     assert all(each == left for _, _, each in found)
     assert left[0] == left[1] == left[2] > 0

@@ -53,7 +53,7 @@ def prepared(ranks, data, job, schedule, microbatches):
 @pytest.mark.te
 def test_layers_of_transformer_engine(te_ranks, data):
     """What a program and a model tell is looked up once, not in each iteration."""
-    job = Job(bf16=True, fused=True, layers=4)
+    job = Job(bf16=True, fused=True, layers=4, iterations=4)
     (few, _, _), (many, looked, weights) = (
         prepared(te_ranks, data, job, 'zb-v', m) for m in (FEW, MANY)
     )
@@ -66,7 +66,7 @@ def test_layers_of_transformer_engine(te_ranks, data):
 
 
 def test_layers_of_megatron(ranks, data):
-    job = Job(te=False)
+    job = Job(te=False, iterations=4)
     (few, *_), (many, *_) = (prepared(ranks, data, job, 'zb-v', m) for m in (FEW, MANY))
     assert many[2:] == few[2:] and len(few) == 4
 

@@ -311,10 +311,8 @@ def test_spans_of_shards(capsys, at):
 
 
 def test_shares_of_vocabularies():
-    for words, cells in re.findall(
-        r'^\| (\d+)k words \|(.+)\|$', (DOCS / 'large-vocabulary.md').read_text(), re.M
-    ):
-        shares = (int(words) * 1024 / (12 * hidden) / 4 / 8 for hidden in (2048, 4096, 8192))
+    for many, cells in rows('large-vocabulary', r'^\| (\d+)k words \|(.+)\|$', 3):
+        shares = (int(many) * 1024 / (12 * hidden) / 4 / 8 for hidden in (2048, 4096, 8192))
         assert cells.strip().split(' | ') == [f'{share:.2f}' for share in shares]
 
 

@@ -1,6 +1,5 @@
-"""Grids of cases: each run takes some that cover every value, `--full` takes them all.
-
-Of what trains each run takes one case of each row, or feature.
+"""Grids of cases: each run takes some that cover every value, and of tables of trainings (`rows`)
+one case of each row; `--full` takes them all.
 
 Where several releases are tested side by side, one of them runs every case, and the others one case
 of each test (`--one-case`).
@@ -11,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from supported import worded
 
 
 def grid(
@@ -80,17 +78,9 @@ def beside_another(items: Sequence[pytest.Item]) -> set[pytest.Item]:
 
 
 def alike(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    """Return the trainings that a run can spare, as an earlier case of their test is of their row
-    or, where the test has no rows, shows the same features."""
-    trainings = []
-    for item in items:
-        marks = [mark.args[0] for mark in item.iter_markers('supports')]
-        if marks or _row(item):
-            params = item.callspec.params if hasattr(item, 'callspec') else {}
-            features = _row(item) or str([text.format(**worded(params)) for text in marks])
-            own = [str(params.get(name)) for name in ('family', 'te_ranks')]
-            trainings.append(((_test(item), features, *own), item))
-    return _later(trainings)
+    """Return the trainings that a run can spare: of each row of a table all but the first."""
+    rows = [each for each in items if _row(each)]
+    return _later([((_test(each), _row(each), _param(each, 'te_ranks')), each) for each in rows])
 
 
 def _later(items: Iterable[tuple[tuple[str, ...], pytest.Item]]) -> set[pytest.Item]:
@@ -109,5 +99,9 @@ def _test(item: pytest.Item) -> str:
 
 
 def _row(item: pytest.Item) -> str:
-    params = item.callspec.params if hasattr(item, 'callspec') else {}
-    return getattr(params.get('training'), 'row', '')
+    return getattr(_param(item, 'training'), 'row', '')
+
+
+def _param(item: pytest.Item, name: str) -> Any:
+    given = getattr(item, 'callspec', None)
+    return given and given.params.get(name)

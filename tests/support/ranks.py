@@ -234,9 +234,8 @@ def _fork_ranks(
 
 def _share_device() -> None:
     """One thread carries the messages of all gloo groups, as it wakes 100 times a second."""
-    group = dist.ProcessGroupGloo
+    group, make = dist.ProcessGroupGloo, dist.ProcessGroupGloo.__init__
     device = functools.cache(group.create_default_device)
-    make = group.__init__
 
     def make_on_device(
         self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta = _LONGEST

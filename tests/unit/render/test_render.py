@@ -169,8 +169,8 @@ SVG = '{http://www.w3.org/2000/svg}'
 @pytest.mark.parametrize('with_memory', [False, True])
 def test_svg_has_every_pass_and_curve(with_memory):
     lines, costs = {}, {}
-    for name in ('1f1b', 'zb-v'):
-        lines[name], costs[name] = simulated(name)
+    for title, name in (('1f1b', '1f1b'), ('<a & "b">', 'zb-v')):
+        lines[title], costs[title] = simulated(name)
     heading = 'F, B, W = 1, 1.2, 0.8'
     root = ET.fromstring(svg(lines, costs if with_memory else None, unit='ms', heading=heading))
     groups = [g for g in root.iter(f'{SVG}g') if g.get('class') == 'passes']
@@ -180,9 +180,9 @@ def test_svg_has_every_pass_and_curve(with_memory):
     curves = [p for p in root.iter(f'{SVG}path') if p.get('class') == 'memory']
     assert [curve.get('d').count('M') for curve in curves] == ([4, 4] if with_memory else [])
     texts = [text.text for text in root.iter(f'{SVG}text')]
-    line = lines['zb-v']
+    line = lines['<a & "b">']
     figures = f'idle GPU time {line.idle_all_ranks:.1%}, bubble {line.bubble:.1%}'
-    assert f'zb-v: makespan {number(line.makespan)}, {figures}' in texts and MEANING in texts
+    assert f'<a & "b">: makespan {number(line.makespan)}, {figures}' in texts and MEANING in texts
     assert 'F, B, W = 1, 1.2, 0.8' in texts
     assert 'ms' in texts
     assert ('max 4' in texts) == with_memory
@@ -197,20 +197,13 @@ def test_idle_time_ends_where_a_schedule_ends():
         ends = {float(end) for end in re.findall(r'h(\d[\d.]*)', d)}
         assert ends == {float(f'{line.makespan:.7g}')}
     # by the stripes at the foot of their bars, in every shade, in the legend, too
-    split, fused = simulated('zb-v')[0], simulated('1f1b')[0]
     assert len({len(stripes(kind, 0, 1)) for kind in KINDS}) == len(KINDS)
-    root = ET.fromstring(svg({'zb-v': split, '1f1b': fused}))
     drawn = [p.get('d') for p in root.iter(f'{SVG}path') if p.get('class') == 'stripes']
     wanted = {'F': 0, 'B': 1, 'W': 2, 'BW': 3}
-    passes = [p.kind for line in (split, fused) for _, p in line.schedule]
-    named = [text.split()[0].strip(':') for text, _ in legend([split.schedule, fused.schedule])]
+    schedules = [line.schedule for line in lines.values()]
+    passes = [p.kind for schedule in schedules for _, p in schedule]
+    named = [text.split()[0].strip(':') for text, _ in legend(schedules)]
     assert sum(d.count('M') for d in drawn) == sum(wanted.get(k, 0) for k in (*passes, *named))
-
-
-def test_svg_escapes_names():
-    timeline, _ = simulated('1f1b')
-    root = ET.fromstring(svg({'<a & "b">': timeline}))
-    assert any((text.text or '').startswith('<a & "b">') for text in root.iter(f'{SVG}text'))
 
 
 def test_png_says_what_is_drawn(figures, tmp_path):

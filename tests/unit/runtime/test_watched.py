@@ -33,22 +33,15 @@ def watchdog(monkeypatch):
     return Watchdog(timeout=60)
 
 
-def test_passes_that_others_have_not_ended_are_watched_again(watchdog):
+@pytest.mark.parametrize('over', [False, True])
+def test_passes_that_others_have_not_ended_are_watched_again(watchdog, over):
     passes = Passes()
     with watchdog._watching(passes):
-        pass
+        passes.over = over
     with watchdog.collective('gradients'):
         assert watchdog._activity.beat() == 'gradients'
-    assert watchdog._activity is passes
-
-
-def test_what_is_over_is_not(watchdog):
-    passes = Passes()
-    with watchdog._watching(passes):
-        passes.over = True
-    with watchdog.collective('gradients'):
-        pass
-    assert watchdog._activity is not passes and watchdog._activity.beat() is None
+    assert (watchdog._activity is passes) == (not over)
+    assert not over or watchdog._activity.beat() is None
 
 
 def test_passes_do_not_give_way_to_older_ones(watchdog):
