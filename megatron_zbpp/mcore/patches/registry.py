@@ -17,8 +17,7 @@ from megatron_zbpp.runtime.import_hook import after_import
 
 _ABSENT = object()
 # they have most of all names that there are, and none of Megatron's
-_WITHOUT_MEGATRON = {*sys.stdlib_module_names, 'torch', 'triton', 'numpy', 'sympy', 'mpmath'}
-_WITHOUT_MEGATRON |= {'networkx', 'pytest', '_pytest', 'cuda', 'setuptools', 'jinja2'}
+_WITHOUT_MEGATRON = {'torch', 'triton', 'numpy', 'sympy', 'mpmath', 'networkx', '_pytest'}
 
 
 @dataclass(frozen=True)

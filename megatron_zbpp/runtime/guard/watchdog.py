@@ -268,7 +268,7 @@ class Watchdog(Unwatched):
             atexit.register(self.stop)
 
     def _run(self, termination: Termination, heartbeats: Heartbeats) -> None:
-        """Look at activities at times; looks are counted, as a suspended machine is no stall."""
+        """Look at activities, and count looks, not seconds: a suspended machine is no stall."""
         seen, looks = None, 0
         between = min(self.timeout, self._pause_timeout or self.timeout) / _LOOKS
         while not self._stopping:

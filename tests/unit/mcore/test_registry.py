@@ -26,12 +26,13 @@ def deaf():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Modules `theirs`, and `importing`, which takes a function of it by name."""
+    """Modules `theirs`, and `importing` and `wave`, which take a function of it by name."""
     (tmp_path / 'theirs.py').write_text(THEIRS)
-    (tmp_path / 'importing.py').write_text('from theirs import answer as renamed\n')
+    for name in ('importing', 'wave'):
+        (tmp_path / f'{name}.py').write_text('from theirs import answer as renamed\n')
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
-    for name in ('theirs', 'importing'):
+    for name in ('theirs', 'importing', 'wave'):
         sys.modules.pop(name, None)
 
 
@@ -65,16 +66,17 @@ def test_in_and_out(folder):
     assert not registry.installed
 
 
-def test_everywhere(folder):
-    """Also where it was imported before, and where ours was imported meanwhile."""
-    import importing
+@pytest.mark.parametrize('name', ['importing', 'wave'])
+def test_everywhere(folder, name):
+    """Also where it was imported before, and where ours was imported meanwhile; by a module that
+    has a name of Python's library, too."""
     import theirs
 
-    registry = Registry()
+    importing, registry = importlib.import_module(name), Registry()
     registry.install([Patch('theirs', 'answer', ours, everywhere=True)])
     assert importing.renamed() == theirs.answer() == 'ours for answer'
-    del sys.modules['importing']
-    again = importlib.import_module('importing')
+    del sys.modules[name]
+    again = importlib.import_module(name)
     assert again.renamed() == 'ours for answer'
     registry.undo()
     assert again.renamed() == theirs.answer() == 'answer'
