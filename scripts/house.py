@@ -286,7 +286,7 @@ def _docstrings() -> Iterator[str]:
 
 
 FIGURES = (
-    Figure('lines of the package', package_lines, 45_165, 45_000),
+    Figure('lines of the package', package_lines, 45_164, 45_000),
     Figure('files of the package', package_files, 217, 230),
     Figure('median lines of a file', median_lines, 212, 150, floor=True),
     Figure('lines of mcore', mcore_lines, 11_300, 11_500),
@@ -312,7 +312,7 @@ FIGURES = (
     ),
     Figure('classes of model stages', stage_classes, 1, 1),
     Figure('functions named once, of at most 3 lines', tiny_functions, 80, 80),
-    Figure('lines of tests', test_lines, 46_975, 45_000),
+    Figure('lines of tests', test_lines, 46_933, 45_000),
     Figure('pages of docs', pages, 25, 25),
     Figure('reads of placement.first_route outside ir', first_route_readers, 0, 0),
     Figure('docstrings that begin with a pronoun', riddles, 0, 0),

@@ -76,7 +76,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     spared: set[pytest.Item] = set()
     if not config.getoption('--full'):
         spared |= {item for item in items if item.get_closest_marker('full')}
-        spared |= grids.alike([item for item in items if item not in spared])
     if config.getoption('--also'):
         spared |= {item for item in items if item.get_closest_marker('alone')}
     if config.getoption('--one-case'):

@@ -18,7 +18,7 @@ import nvidia
 import psutil
 import pytest
 from commands import run
-from grids import alike, beside_another
+from grids import beside_another
 from paths import ROOT
 from ranks import RankError
 
@@ -158,25 +158,6 @@ def test_one_case_of_each_test(pytester):
     left_out = beside_another(items)
     kept = [item.name.removeprefix('test_') for item in items if item not in left_out]
     assert kept == ['a[first]', 'b[skipped]', 'b[runs]', 'c', 'differs[first]', 'differs[second]']
-
-
-def test_one_case_of_each_row(pytester):
-    """Of tables of trainings, with each Transformer Engine."""
-    items = pytester.getitems("""
-        import pytest
-        from types import SimpleNamespace as Training
-
-        rows = [Training(row='a'), Training(row='a'), Training(row='b')]
-
-        @pytest.mark.parametrize('te_ranks', ['old', 'new'])
-        @pytest.mark.parametrize('training', rows, ids=['first', 'second', 'other'])
-        def test_rows(te_ranks, training): ...
-
-        @pytest.mark.parametrize('schedule', ['zb-h1', 'zb-v'])
-        def test_no_row(schedule): ...
-        """)
-    left_out = sorted(item.name for item in alike(items))
-    assert left_out == ['test_rows[second-new]', 'test_rows[second-old]']
 
 
 def test_one_case_is_asked_for():

@@ -1,5 +1,4 @@
-"""Grids of cases: each run takes some that cover every value, and of tables of trainings (`rows`)
-one case of each row; `--full` takes them all.
+"""Grids of cases: each run takes some that cover every row, `--full` takes them all.
 
 Where several releases are tested side by side, one of them runs every case, and the others one case
 of each test (`--one-case`).
@@ -71,37 +70,14 @@ def beside_another(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     here, whatever the parameters; all cases of tests that are marked `each_release`, and none of
     those that are marked `one_release`.
     """
-    each = [item for item in items if not item.get_closest_marker('each_release')]
-    once = {item for item in each if item.get_closest_marker('one_release')}
-    others = [item for item in each if item not in once]
-    return once | _later([((_test(item), _row(item)), item) for item in others])
-
-
-def alike(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    """Return the trainings that a run can spare: of each row of a table all but the first."""
-    rows = [each for each in items if _row(each)]
-    return _later([((_test(each), _row(each), _param(each, 'te_ranks')), each) for each in rows])
-
-
-def _later(items: Iterable[tuple[tuple[str, ...], pytest.Item]]) -> set[pytest.Item]:
-    """Return all items but the first of each key that no mark skips here."""
-    later, kept = set(), set()
-    for key, item in items:
-        if key in kept:
-            later.add(item)
+    left_out, kept = set(), set()
+    for item in items:
+        params = item.callspec.params if hasattr(item, 'callspec') else {}
+        test = item.nodeid.partition('[')[0], getattr(params.get('training'), 'row', '')
+        if item.get_closest_marker('each_release'):
+            continue
+        if item.get_closest_marker('one_release') or test in kept:
+            left_out.add(item)
         elif not any(any(mark.args) for mark in item.iter_markers('skipif')):
-            kept.add(key)
-    return later
-
-
-def _test(item: pytest.Item) -> str:
-    return item.nodeid.partition('[')[0]
-
-
-def _row(item: pytest.Item) -> str:
-    return getattr(_param(item, 'training'), 'row', '')
-
-
-def _param(item: pytest.Item, name: str) -> Any:
-    given = getattr(item, 'callspec', None)
-    return given and given.params.get(name)
+            kept.add(test)
+    return left_out
